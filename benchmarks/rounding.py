@@ -43,6 +43,7 @@ from warmline_backend.generation.sequence import find_chunk_end
 from warmline_backend.model.loader import ModelError
 from warmline_backend.model.model import ServedModel, load_served_model
 from warmline_common.protocol.messages import FirstLogits
+from warmline_common.settings.quantization import make_quantization, parse_bits
 from warmline_common.storage.home import Home
 from warmline_proxy.audit.comparison import DIFFERS, Verdict, compare, judge
 
@@ -199,7 +200,7 @@ def measure_models(options: argparse.Namespace, place: Path, console: Console) -
         for bits in options.kv_bits:
             model_cells = weights, f"{bits} bits" if bits else "plain"
             try:
-                served = load_served_model(str(folder), weights, kv_bits=bits)
+                served = load_served_model(str(folder), weights, quantization=make_quantization(bits))
                 measure_model(
                     served, texts, options, lambda *cells, model_cells=model_cells: rows.add_row(*model_cells, *cells)
                 )
@@ -232,7 +233,9 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, default=500, help="decoded, at most; and a quarter of the prompt")
     parser.add_argument("--types", nargs="+", choices=list(TYPES), default=list(TYPES))
     parser.add_argument("--weight-bits", type=int, nargs="+", choices=(0, 4), default=[0, 4], help="0: of the type's")
-    parser.add_argument("--kv-bits", type=int, nargs="+", choices=(0, 8, 4), default=[0, 8, 4], help="0: of the type's")
+    parser.add_argument(
+        "--kv-bits", nargs="+", type=parse_bits, default=[0, 8, 4], help="as the setting; 0: of the type's"
+    )
     options = parser.parse_args()
     if options.quick:
         options.prompts, options.lengths, options.weight_bits = 2, [100], [0]

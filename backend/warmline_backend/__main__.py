@@ -221,8 +221,7 @@ def _make_scheduler(
     served = load_served_model(
         config.model,
         config.served_name,
-        kv_bits=config.kv_bits,
-        kv_group_size=config.kv_group_size,
+        quantization=config.kv_quantization,
         adapter_path=config.adapter_path,
         draft_path=draft_path,
         trust_remote_code=config.trust_remote_code,

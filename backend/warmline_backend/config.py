@@ -10,7 +10,8 @@ from typing import Any
 from warmline_common.process.arguments import GB
 from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.flags import FlagParser, SettingError
-from warmline_common.settings.parsers import STEP_AUTO
+from warmline_common.settings.parsers import STEP_AUTO, Value
+from warmline_common.settings.quantization import KvQuantization, make_quantization
 
 # The renderer itself passes these to a template; nobody may replace the template or the conversation.
 RESERVED_TEMPLATE_ARGS = frozenset(
@@ -42,8 +43,10 @@ class BackendConfig:
     memory_share_bytes: int  # of the budget, until PUT /kv/memory; 0: all of it
     memory_usable_bytes: int  # of that memory, until PUT /kv/memory; 0: all of it
     warm_up_s: float  # time for the warm-up, which ends sooner then; 0.0: by device
-    kv_bits: int  # 0: not quantized
-    kv_group_size: int
+    kv_bits: Value  # 0: not quantized; a number, or "8,4" for keys and values, as all but the layers
+    kv_group_size: Value
+    kv_boundary_layers: int
+    kv_boundary_bits: Value
     segment_compression: str  # "auto" or "off"
     speculation: str  # "auto" or "off"
     draft_model: str  # a folder or repository; "" for none
@@ -59,6 +62,10 @@ class BackendConfig:
     log_level: str
     log_format: str  # "text" or "json"
     log_files: bool  # into HOME/logs, rotated, instead of stderr
+
+    @property
+    def kv_quantization(self) -> KvQuantization | None:
+        return make_quantization(self.kv_bits, self.kv_group_size, self.kv_boundary_layers, self.kv_boundary_bits)
 
 
 def parse_config(arguments: list[str]) -> BackendConfig:
@@ -112,6 +119,8 @@ def _find_problem(config: BackendConfig) -> str:
             "--prefill-step-size 1: expected at least 2 with --reuse exact, since rotating layers arrange the rows of "
             "single tokens in another way"
         )
+    if config.kv_bits and config.kv_boundary_layers and not config.kv_boundary_bits:
+        return f'--kv-boundary-layers {config.kv_boundary_layers}: expected --kv-boundary-bits with it, such as "8,8"'
     return describe_reserved_args(config.template_args)
 
 

@@ -14,14 +14,8 @@ from mlx_lm.utils import load_config
 
 from warmline_backend.kv_cache.codecs import CacheLayout
 from warmline_backend.model.drafted_model import DraftModel
-from warmline_backend.model.model import (
-    ServedModel,
-    load_model_tokenizer,
-    make_cache_factory,
-    measure_kv,
-    pair_models,
-    run_probe,
-)
+from warmline_backend.model.kv_quantization import make_cache_factory
+from warmline_backend.model.model import ServedModel, load_model_tokenizer, measure_kv, pair_models, run_probe
 
 VOCABULARY = 49_152  # of the demo model's tokenizer
 _BASE = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "vocab_size": VOCABULARY, "max_position_embeddings": 65_536}
@@ -95,7 +89,7 @@ DRAFT_SHAPES = {"8b": "0.5b", "experts": "0.5b", "small": "small-draft"}  # by t
 def make_served_model(shape: str, tokenizer_folder: Path, dtype: mx.Dtype | None = None) -> ServedModel:
     """Make a model of one of SHAPES, in `dtype` or as `make_random_model` does."""
     model = make_random_model(shape, dtype)
-    layout = CacheLayout.from_factory(make_cache_factory(model, 0, 64))
+    layout = CacheLayout.from_factory(make_cache_factory(model, None))
     tokenizer = load_model_tokenizer(tokenizer_folder, load_config(tokenizer_folder), trust_remote_code=False)
     return _measure(shape, model, layout, tokenizer, tokenizer_folder)
 
@@ -103,7 +97,7 @@ def make_served_model(shape: str, tokenizer_folder: Path, dtype: mx.Dtype | None
 def add_draft_model(served: ServedModel, shape: str) -> ServedModel:
     """The same model with a draft model of one of SHAPES."""
     model = make_random_model(shape)
-    layout = CacheLayout.from_factory(make_cache_factory(model, 0, 64))
+    layout = CacheLayout.from_factory(make_cache_factory(model, None))
     context = SHAPES[shape]["max_position_embeddings"]
     draft = DraftModel(model, served.path, layout, VOCABULARY, context)
     paired, whole = pair_models(served.model, served.layout, draft)

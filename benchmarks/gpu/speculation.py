@@ -63,7 +63,7 @@ class Side:
             self._driver.run_until(lambda: all(log.is_ended for log in logs))
             seconds = time.perf_counter() - began
         for log, task in zip(logs, tasks, strict=True):
-        assert log.tokens == task.answer[:tokens], "the answer is not the text"
+            assert log.tokens == task.answer[:tokens], "the answer is not the text"
         timings = logs[0].result.timings
         return (tokens * len(tasks) - before) / seconds, timings.decoded / timings.passes
 

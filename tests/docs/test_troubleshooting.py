@@ -72,6 +72,9 @@ FAMILIES = (
         f"{COMMON}/settings/parsers.py", ("ValueError",), "what was expected, behind the setting's name", "Settings"
     ),
     MessageFamily(
+        f"{COMMON}/settings/quantization.py", ("ValueError",), "the same; or within a ModelError", "Settings"
+    ),
+    MessageFamily(
         f"{BACKEND}/*", PARTS_OF_400, "a part of a message that has an entry", "What is wrong with a request"
     ),
     MessageFamily(

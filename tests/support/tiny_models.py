@@ -71,6 +71,8 @@ _SPARSE = {
 # quantized-KV configuration: its heads are 32 wide.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**BASE, "model_type": "llama", "num_hidden_layers": 2, "rope_theta": 1e4},
+    # Heads are 64 wide: keys and values can have groups of their own.  Layers: boundary, inner, boundary.
+    "llama_wide": {**BASE, "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 3, "rope_theta": 1e4},
     "qwen3_5": {  # gated delta net (ArraysCache) with every fourth layer attention
         "model_type": "qwen3_5",
         "eos_token_id": EOS,

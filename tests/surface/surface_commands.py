@@ -155,7 +155,7 @@ BAD_USAGE = (
     "warmline serve --home ''",
     "warmline serve --model ''",
     "warmline serve --chat-template-args word",
-    "warmline serve --kv-bits 3",
+    "warmline serve --kv-bits 7",
     "warmline serve --stabilize nosuch",
     "warmline serve --cors-origins nosuch",
     "WARMLINE_PORT=word warmline serve",

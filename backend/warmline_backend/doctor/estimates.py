@@ -10,8 +10,9 @@ from mlx_lm.models.cache import CacheList
 from warmline_backend.doctor.findings import CheckError, Findings, format_bytes
 from warmline_backend.doctor.settings import DoctorSettings
 from warmline_backend.kv_cache.codecs import CacheLayout
+from warmline_backend.model.kv_quantization import make_cache_factory
 from warmline_backend.model.loader import ModelError
-from warmline_backend.model.model import KvSizes, make_cache_factory, measure_kv, run_probe
+from warmline_backend.model.model import KvSizes, measure_kv, run_probe
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,12 @@ class CacheSummary:
 
 
 def check_cache(findings: Findings, model: nn.Module, settings: DoctorSettings) -> CacheSummary:
-    """Layout and sizes of the model's cache.  Raises CheckError where the model can't compute."""
+    """Layout and sizes of the model's cache.  Raises CheckError where the model can't compute, ModelError."""
     layout = _read_layout(findings, model, settings)
     try:
         weight = measure_kv(layout, run_probe(model, layout)[1])
+    except ModelError:
+        raise
     except Exception as error:  # whatever a model that does not fit its own weights raises
         todo = "take config.json and weights from the same repository"
         if settings.kv_bits:
@@ -53,10 +56,10 @@ def check_cache(findings: Findings, model: nn.Module, settings: DoctorSettings) 
 
 def _read_layout(findings: Findings, model: nn.Module, settings: DoctorSettings) -> CacheLayout:
     try:
-        return CacheLayout.from_factory(make_cache_factory(model, settings.kv_bits, settings.kv_group_size))
+        return CacheLayout.from_factory(make_cache_factory(model, settings.kv_quantization))
     except ModelError as error:
         findings.fail(str(error))
-        return CacheLayout.from_factory(make_cache_factory(model, 0, settings.kv_group_size))
+        return CacheLayout.from_factory(make_cache_factory(model, None))
 
 
 def _format_layer(layer: Any) -> str:

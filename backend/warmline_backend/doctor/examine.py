@@ -60,6 +60,8 @@ class Examination:
             ("--prefill-step-size", settings.prefill_step_size, defaults.prefill_step_size),
             ("--kv-bits", settings.kv_bits, 0),
             ("--kv-group-size", settings.kv_group_size if settings.kv_bits else 0, 0),
+            ("--kv-boundary-layers", settings.kv_boundary_layers if settings.kv_bits else 0, 0),
+            ("--kv-boundary-bits", settings.kv_boundary_bits if settings.kv_bits else 0, 0),
             ("--chat-template-args", settings.chat_template_args, defaults.chat_template_args),
             ("--adapter-path", settings.adapter_path, ""),
             ("--draft-model", settings.draft_model, ""),

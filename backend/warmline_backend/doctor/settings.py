@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from warmline_common.settings.parsers import STEP_AUTO, Value
+from warmline_common.settings.quantization import KvQuantization, make_quantization
 
 PREFILL_STEP_SIZE = 2048  # the setting's default; also what "auto" is taken for
 
@@ -17,8 +18,10 @@ class DoctorSettings:
     disk_gb_s: float = 0.0
     memory_budget_gb: float = 0.0
     prefill_step_size: Value = PREFILL_STEP_SIZE  # a number, or "auto"
-    kv_bits: int = 0
-    kv_group_size: int = 64
+    kv_bits: Value = 0  # a number, or "8,4" for keys and values
+    kv_group_size: Value = 64
+    kv_boundary_layers: int = 0
+    kv_boundary_bits: Value = 0
     chat_template_args: str = "{}"
     adapter_path: str = ""
     draft_model: str = ""
@@ -27,3 +30,7 @@ class DoctorSettings:
     @property
     def step_tokens(self) -> int:
         return PREFILL_STEP_SIZE if self.prefill_step_size == STEP_AUTO else int(self.prefill_step_size)
+
+    @property
+    def kv_quantization(self) -> KvQuantization | None:
+        return make_quantization(self.kv_bits, self.kv_group_size, self.kv_boundary_layers, self.kv_boundary_bits)

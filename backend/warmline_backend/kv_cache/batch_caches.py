@@ -13,11 +13,11 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
+from warmline_common.settings.quantization import KvFormat
+
 BUFFER_STEP_TOKENS = 256  # buffers end on a multiple of this: mlx-lm's own, ours and restored ones
-WORD_BITS = 32
 
 Half = Any  # keys or values: an array [sequences, heads, rows, width], or a list of such arrays
-Parts = list[mx.array]  # data, scales, biases
 
 
 def round_up_to_buffer(tokens: int) -> int:
@@ -41,8 +41,8 @@ class BatchRowsCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         self.set_lengths(lengths)
         self._right_padding: Sequence[int] | None = None
 
-    def _encode(self, rows: mx.array) -> Half:
-        """New rows [sequences, heads, count, width] as they are kept."""
+    def _encode(self, half: str, rows: mx.array) -> Half:
+        """New rows [sequences, heads, count, width] of "keys" or "values" as they are kept."""
         raise NotImplementedError
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class BatchRowsCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         end, has_room = max(start) + added, max(start) + added <= self.count_buffer_rows()
         places = None if self._are_equally_long else self._find_places(added)
         for name, rows in (("keys", keys), ("values", values)):
-            encoded, held = self._encode(rows), getattr(self, name)
+            encoded, held = self._encode(name, rows), getattr(self, name)
             if held is None:
                 held = _map(encoded, lambda part: _make_rows(part, round_up_to_buffer(added)))
             elif not has_room:
@@ -180,10 +180,6 @@ class BatchRowsCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     def state(self) -> tuple[Any, ...]:
         return self.keys, self.values, self.offset
 
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
-        raise NotImplementedError("its lengths are no arrays")
-
     def is_trimmable(self) -> bool:
         return True
 
@@ -201,22 +197,26 @@ class BatchRowsCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
 class BatchFloatKVCache(BatchRowsCache):
     """Keys and values as the model computes them."""
 
-    def _encode(self, rows: mx.array) -> mx.array:
+    def _encode(self, half: str, rows: mx.array) -> mx.array:
         return rows
 
 
 class BatchQuantizedKVCache(BatchRowsCache):
     """Keys and values as packed data, scales and biases, each [sequences, heads, rows, width].
 
-    mlx-lm's attention reads `bits` and `group_size`.
+    mlx-lm's attention reads `bits` and `group_size`, which only a cache with one format for keys and values has.
     """
 
-    def __init__(self, lengths: Sequence[int], group_size: int, bits: int) -> None:
+    def __init__(self, lengths: Sequence[int], kv_format: KvFormat) -> None:
         super().__init__(lengths)
-        self.group_size, self.bits = group_size, bits
+        self.format = kv_format
+        if kv_format.is_uniform:
+            self.group_size, self.bits = kv_format.keys.group_size, kv_format.keys.bits
 
-    def _encode(self, rows: mx.array) -> Parts:
-        return list(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
+    def _encode(self, half: str, rows: mx.array) -> list[mx.array]:
+        """Data, scales and biases."""
+        row_format = self.format.keys if half == "keys" else self.format.values
+        return list(mx.quantize(rows, group_size=row_format.group_size, bits=row_format.bits))
 
 
 def _map(half: Half, change: Callable[[mx.array], mx.array]) -> Half:

@@ -29,6 +29,11 @@ from mlx_lm.models.cache import (
 )
 
 from warmline_backend.kv_cache.batch_caches import BatchFloatKVCache, BatchQuantizedKVCache, BatchRowsCache
+from warmline_backend.kv_cache.quantization.mixed_cache import (
+    MixedQuantizedKVCache,
+    get_kv_format,
+    make_quantized_cache,
+)
 
 Fields = dict[str, mx.array]  # field name -> (1, heads, rows, width) for rows, any shape with leading 1 for states
 
@@ -189,14 +194,14 @@ class RowsCodec(Codec):
 
 
 class QuantizedRowsCodec(RowsCodec):
-    """QuantizedKVCache: packed data, scales and biases, a row a token."""
+    """QuantizedKVCache, and ours with formats for keys and values: packed data, scales and biases, a row a token."""
 
     _draft_class = _DraftQuantizedKVCache
     _writer_class = _QuantizedKVCacheWriter
     _tensor_names = ("data", "scales", "biases")
 
-    def to_batched(self, single: QuantizedKVCache) -> BatchRowsCache:
-        batch = BatchQuantizedKVCache([single.offset], single.group_size, single.bits)
+    def to_batched(self, single: Any) -> BatchRowsCache:
+        batch = BatchQuantizedKVCache([single.offset], get_kv_format(single))
         if single.keys is not None:
             batch.keys, batch.values = list(single.keys), list(single.values)
         return batch
@@ -208,8 +213,8 @@ class QuantizedRowsCodec(RowsCodec):
             for part, array in zip(self._tensor_names, getattr(leaf, half), strict=True)
         }
 
-    def build(self, fields: Fields, position: int, template: QuantizedKVCache) -> BatchRowsCache:
-        single = QuantizedKVCache(group_size=template.group_size, bits=template.bits)
+    def build(self, fields: Fields, position: int, template: Any) -> BatchRowsCache:
+        single = make_quantized_cache(get_kv_format(template))
         single.keys = [fields[f"keys_{part}"] for part in self._tensor_names]
         single.values = [fields[f"values_{part}"] for part in self._tensor_names]
         single.offset = position
@@ -315,7 +320,13 @@ class StateCodec(Codec):
 ROWS, QUANTIZED, WINDOW, STATE = RowsCodec(), QuantizedRowsCodec(), WindowCodec(), StateCodec()
 
 # By exact class: a subclass may keep more than its parent does.
-_CODECS: dict[type, Codec] = {KVCache: ROWS, QuantizedKVCache: QUANTIZED, RotatingKVCache: WINDOW, ArraysCache: STATE}
+_CODECS: dict[type, Codec] = {
+    KVCache: ROWS,
+    QuantizedKVCache: QUANTIZED,
+    MixedQuantizedKVCache: QUANTIZED,
+    RotatingKVCache: WINDOW,
+    ArraysCache: STATE,
+}
 
 
 def flatten(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -390,8 +401,9 @@ class CacheLayout:
 
     @property
     def quantization(self) -> str:
-        """ "q8" or "q4" for quantized rows, else ""."""
-        return next((f"q{leaf.template.bits}" for leaf in self.leaves if leaf.codec is QUANTIZED), "")
+        """ "q8", "q4" and the like for quantized rows, by the coarsest of them, else ""."""
+        bits = [get_kv_format(leaf.template).bits_min for leaf in self.leaves if leaf.codec is QUANTIZED]
+        return f"q{min(bits)}" if bits else ""
 
     @property
     def has_rows_alone(self) -> bool:

@@ -23,9 +23,11 @@ import mlx_lm.models.cache
 from mlx_lm.utils import load_config
 
 from warmline_backend.model.architectures import KV_REVISIONS
+from warmline_backend.model.kv_quantization import identify_quantization
 from warmline_backend.model.loader import find_model_classes
 from warmline_backend.model.numerics import describe_numerics
 from warmline_common.protocol.messages import SEGMENT_FORMAT
+from warmline_common.settings.quantization import KvQuantization
 from warmline_common.storage import disk
 
 READERS_MAX = 8
@@ -37,8 +39,7 @@ _MODEL_PACKAGES = ("mlx_lm.models.", _OWN_PACKAGE)
 def compute_fingerprint(
     model_path: Path,
     adapter_path: Path | None,
-    kv_bits: int | None,
-    kv_group_size: int,
+    quantization: KvQuantization | None,
     dtype: str,
     home_models_dir: Path,
     shards: int = 1,
@@ -61,7 +62,7 @@ def compute_fingerprint(
         "adapter": [[path.name, digests[path]] for path in adapter],
         "config": json.loads((model_path / "config.json").read_text()),
         "code": _hash_sources(model_path),
-        "kv": [kv_bits, kv_group_size] if kv_bits else None,
+        "kv": identify_quantization(quantization),
         "dtype": dtype,
         "shards": shards,
         "segment_format": SEGMENT_FORMAT,

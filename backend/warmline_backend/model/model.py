@@ -13,16 +13,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_reduce
 from mlx_lm.generate import maybe_set_recommended_wired_limit
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _download, load_adapters, load_tokenizer
 
 from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, flatten
 from warmline_backend.kv_cache.kv import KV, layers_nbytes, select_fields
 from warmline_backend.model.drafted_model import DraftedModel, DraftModel, check_tokenizers
+from warmline_backend.model.kv_quantization import make_cache_factory, prove_attention
 from warmline_backend.model.loader import ModelError, load_lazy_model
 from warmline_common.protocol.messages import KvLayout
 from warmline_common.protocol.tokens import TokenArray
+from warmline_common.settings.quantization import KvQuantization
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +87,7 @@ def load_served_model(
     path: str,
     name: str,
     *,
-    kv_bits: int = 0,
-    kv_group_size: int = 64,
+    quantization: KvQuantization | None = None,
     adapter_path: str = "",
     draft_path: str = "",
     trust_remote_code: bool = False,
@@ -109,7 +109,7 @@ def load_served_model(
         _read_weights(each, called)
     if adapter_path:
         model = _load_adapter(model, adapter_path)
-    layout = CacheLayout.from_factory(make_cache_factory(model, kv_bits, kv_group_size))
+    layout = CacheLayout.from_factory(make_cache_factory(model, quantization))
     if layout.problem:
         log.warning("%s is served without persistence: %s", name, layout.problem)
         if draft is not None:
@@ -117,7 +117,7 @@ def load_served_model(
             draft = None
     if draft is not None:
         log.info("%s drafts tokens", draft.path)
-    sizes, model, layout = _measure_model(model, layout, draft, is_quantized=bool(kv_bits))
+    sizes, model, layout = _measure_model(model, layout, draft, quantization)
     return ServedModel(
         **vars(sizes),
         model=model,
@@ -142,7 +142,7 @@ def _read_weights(model: nn.Module, called: str) -> None:
 
 
 def _measure_model(
-    model: nn.Module, layout: CacheLayout, draft: DraftModel | None, *, is_quantized: bool
+    model: nn.Module, layout: CacheLayout, draft: DraftModel | None, quantization: KvQuantization | None
 ) -> tuple[KvSizes, nn.Module, CacheLayout]:
     """Compute a few tokens, and measure the KV; returns the model and the layout with those of its draft model."""
     probed, whole = (model, layout) if draft is None else pair_models(model, layout, draft)
@@ -151,8 +151,16 @@ def _measure_model(
         mx.eval(logits)
     except (RuntimeError, ValueError) as error:  # such as a quantized product that mlx has no kernel for on this device
         remedy = "; leave --kv-bits out, or choose a --kv-group-size that divides the width of the heads"
-        problem = f"this device can't compute the model as configured: {error}{remedy if is_quantized else ''}"
+        problem = f"this device can't compute the model as configured: {error}{remedy if quantization else ''}"
         raise ModelError(problem) from error
+    except (AttributeError, LookupError, TypeError) as error:  # of an attention that takes rows for an array
+        if quantization is None:
+            raise
+        detail = _format_error(error)
+        raise ModelError(
+            f"{quantization.describe_flags()}: the model computes with rows of its cache, which can't be quantized "
+            f"then ({detail}); leave --kv-bits out"
+        ) from error
     return measure_pair(layout, whole, layers), probed, whole
 
 
@@ -171,7 +179,7 @@ def open_draft_model(
         check_tokenizers(tokenizer, own_tokenizer, vocabulary_size, rows)
         if any(name.endswith(LEARNED_POSITIONS) for name, _ in tree_flatten(model.parameters())):
             raise ModelError("its positions are learned, and end with its context; choose another draft model")
-        layout = CacheLayout.from_factory(make_cache_factory(model, 0, 0))
+        layout = CacheLayout.from_factory(make_cache_factory(model, None))
         if layout.problem:
             raise ModelError(f"{layout.problem}, and a draft model's KV is kept beside the model's; choose another one")
     except (ModelError, ValueError, OSError) as error:
@@ -256,25 +264,15 @@ def can_be_repository(name: str) -> bool:
     return not name.startswith(("/", ".", "~")) and name.count("/") == 1
 
 
-def make_cache_factory(model: nn.Module, kv_bits: int, kv_group_size: int) -> Callable[[], list[Any]]:
-    """Make the factory of the model's cache.  Raises ModelError where it can't be quantized."""
-    if not kv_bits:
-        return lambda: list(make_prompt_cache(model))
-    others = {type(layer).__name__ for layer in make_prompt_cache(model) if type(layer) is not KVCache}
-    if others:
-        raise ModelError(
-            f"--kv-bits {kv_bits}: only plain KV caches can be quantized, this model has {', '.join(sorted(others))}; "
-            "leave --kv-bits out"
-        )
-    count = len(make_prompt_cache(model))
-    return lambda: [QuantizedKVCache(group_size=kv_group_size, bits=kv_bits) for _ in range(count)]
-
-
 def run_probe(model: nn.Module, layout: CacheLayout) -> tuple[list[mx.array], list[Any]]:
-    """Logits of a chunk and of a step after it, and the cache that they fill; lazy: no weight is read."""
+    """Logits of a chunk and of a step after it, and the cache that they fill; lazy: no weight is read.
+
+    Raises ModelError where attention would not read the cache as it is quantized.
+    """
     layers = layout.make_empty_cache()
     chunk, step = list(range(1, PROBE_CHUNK_TOKENS + 1)), [1]
-    return [model(mx.array([tokens]), cache=layers) for tokens in (chunk, step)], layers
+    with prove_attention(layers):
+        return [model(mx.array([tokens]), cache=layers) for tokens in (chunk, step)], layers
 
 
 def measure_kv(layout: CacheLayout, layers: list[Any]) -> KvSizes:

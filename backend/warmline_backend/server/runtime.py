@@ -126,8 +126,13 @@ class Runtime:
 def fingerprint_served_model(served: ServedModel, config: BackendConfig, home: Home, grid: int = 0) -> str:
     """Fingerprint of the served model.  Raises OSError, ValueError; may read all weights."""
     adapter_path = Path(config.adapter_path) if config.adapter_path else None
-    bits, group_size = config.kv_bits, config.kv_group_size
     draft_path = served.draft.path if served.draft is not None else None
     return compute_fingerprint(
-        served.path, adapter_path, bits, group_size, served.dtype, home.models, grid=grid, draft_path=draft_path
+        served.path,
+        adapter_path,
+        config.kv_quantization,
+        served.dtype,
+        home.models,
+        grid=grid,
+        draft_path=draft_path,
     )

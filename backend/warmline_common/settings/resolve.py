@@ -10,8 +10,9 @@ from typing import Any
 
 from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.hints import format_command
-from warmline_common.settings.models import format_models, move_first, parse_models
+from warmline_common.settings.models import ModelConfig, format_models, move_first, parse_models
 from warmline_common.settings.parsers import Value
+from warmline_common.settings.quantization import find_quantization_problem
 from warmline_common.settings.table import DEMO_MODEL, SETTINGS, Setting, get_default
 from warmline_common.storage import disk
 
@@ -224,6 +225,22 @@ def _check_config(config: ResolvedConfig) -> None:
         )
     if config["port"] == config["backend_port"]:
         raise ConfigurationError(f"port and backend_port are both {config['port']}; they must differ")
+    _check_quantization(config)
+
+
+def _check_quantization(config: ResolvedConfig) -> None:
+    """Raise ConfigurationError where settings of the quantized KV, or one model's, don't go together.
+
+    A model may turn off what is set for all.
+    """
+    models: Sequence[ModelConfig | None] = parse_models(str(config["models"])) or [None]
+    for model in models:
+        own = model.settings if model else {}
+        name, problem = find_quantization_problem({**config, **own})
+        if problem and not any(own.get(switch) == 0 for switch in ("kv_bits", "kv_boundary_layers")):
+            source = config.effective_settings["models" if name in own else name].source
+            label = f"model {model.name!r}: {name}" if model else name
+            raise ConfigurationError(f"{label} (from {source}): {problem}, not {own.get(name, config[name])!r}")
 
 
 def read_setting(home: Path, name: str, environment: Mapping[str, str] = os.environ) -> Any:

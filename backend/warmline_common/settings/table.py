@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warmline_common.settings import parsers
+from warmline_common.settings import parsers, quantization
 from warmline_common.settings.parsers import Value
 
 DEMO_MODEL = "demo"
@@ -118,10 +118,16 @@ _ROWS = (
     Setting("responses_keep_mb", 256.0, parsers.make_amount_parser("megabytes", 0, 1e6), "MB", PROXY,
             "disk for these answers, compressed, of the disk budget (a tenth of it at most); the oldest go first, and "
             "one that is larger even before it is compressed is not stored"),
-    Setting("kv_bits", 0, parsers.make_choice_parser(0, 4, 8), "BITS", BACKEND_DOCTOR,
-            "quantize the KV cache to 4 or 8 bits; 0: keep it as computed", omit_zero=True),
-    Setting("kv_group_size", 64, parsers.make_choice_parser(32, 64, 128), "N", BACKEND_DOCTOR,
-            "values quantized together: 32, 64 or 128"),
+    Setting("kv_bits", 0, quantization.parse_bits, "BITS", BACKEND_DOCTOR,
+            "quantize the KV cache to 2, 3, 4, 5, 6 or 8 bits, or keys and values apart: `8,4`; 0: keep it as computed",
+            omit_zero=True),
+    Setting("kv_group_size", 64, quantization.parse_group_size, "N", BACKEND_DOCTOR,
+            "values quantized together: 32, 64 or 128, or for keys and values apart: `64,32`"),
+    Setting("kv_boundary_layers", 0, parsers.make_integer_parser(0, quantization.BOUNDARY_LAYERS_MAX), "LAYERS",
+            BACKEND_DOCTOR, "so many of the first and of the last layers are quantized to `kv_boundary_bits`",
+            omit_zero=True),
+    Setting("kv_boundary_bits", 0, quantization.parse_bits, "BITS", BACKEND_DOCTOR,
+            "bits of these layers, as in `kv_bits`; groups are those of `kv_group_size`", omit_zero=True),
     Setting("speculation", "auto", parsers.make_choice_parser("auto", "off"), "WHEN", BACKEND,
             "draft tokens that an answer may go on with, and check several in one pass, which changes no answer: "
             "`auto` where that is faster; `off`: never"),

@@ -11,7 +11,14 @@ from warmline_run.smoke.responses import ChatCompletion, TokenChoice
 
 # Nats by the type that the log-probabilities were computed in, as in audits (docs/correctness.md).
 TOLERANCE_FLOAT32, TOLERANCE_FLOAT16, TOLERANCE_BFLOAT16 = 1e-3, 0.125, 2.0
-TOLERANCES_KV_BITS = {8: 0.4, 4: 6.0}  # quantized KV, which the log-probabilities don't show
+TOLERANCES_KV_BITS = {
+    8: 0.4,
+    6: 6.0,
+    5: 6.0,
+    4: 6.0,
+    3: 12.0,
+    2: 12.0,
+}  # quantized KV, which the log-probabilities don't show
 _UNUSED_BITS = ((0xFFFF, TOLERANCE_BFLOAT16), (0x1FFF, TOLERANCE_FLOAT16))  # of a float32 that was widened from it
 LARGEST = 1e30  # and no NaN
 WINDOW_CHARACTERS = 8

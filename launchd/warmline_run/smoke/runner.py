@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from warmline_common.process.loopback import is_loopback
+from warmline_common.settings.quantization import make_quantization
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
 from warmline_common.settings.table import SETTINGS
 from warmline_run import ports
@@ -76,7 +77,15 @@ def find_endpoint(config: ResolvedConfig, url: str, environment: Mapping[str, st
         return Endpoint(url, key, home if is_loopback(urlsplit(url).hostname or "") else None)
     step = config["prefill_step_size"]
     grid = (step if isinstance(step, int) else GRID_TOKENS_AUTO) if config["reuse"] == "exact" else 0
-    return Endpoint(url, str(config["client_key"]), home, grid, TOLERANCES_KV_BITS.get(int(config["kv_bits"]), 0.0))
+    return Endpoint(url, str(config["client_key"]), home, grid, _find_kv_tolerance(config))
+
+
+def _find_kv_tolerance(config: ResolvedConfig) -> float:
+    """Tolerance of quantized KV, by its coarsest numbers; 0.0 where it is not quantized."""
+    quantization = make_quantization(
+        config["kv_bits"], config["kv_group_size"], int(config["kv_boundary_layers"]), config["kv_boundary_bits"]
+    )
+    return TOLERANCES_KV_BITS[quantization.bits_min] if quantization else 0.0
 
 
 def _has_address_variable(config: ResolvedConfig) -> bool:

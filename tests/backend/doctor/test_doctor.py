@@ -332,6 +332,11 @@ def test_impossible_kv_quantization_is_found(tiny_folder: Callable[..., Path]) -
     )
     examination = examine_folder(folder, kv_bits=8, kv_group_size=32)
     assert examination.serve_command.endswith(" --kv-bits 8 --kv-group-size 32")
+    examination = examine_folder(folder, kv_bits="8,4", kv_group_size=32)
+    assert examination.serve_command.endswith(" --kv-bits 8,4 --kv-group-size 32")
+    assert "of KV a token: 2 x MixedQuantizedKVCache" in list_messages(examination, FindingLevel.OK)
+    examination = examine_folder(folder, kv_bits="8,4", kv_group_size=32, kv_boundary_layers=1, kv_boundary_bits=8)
+    assert "the model has 2 layers, and none would be between" in list_messages(examination, FindingLevel.FAIL)
 
 
 def test_custom_code_is_not_run_without_trust(copy_model: Copied) -> None:

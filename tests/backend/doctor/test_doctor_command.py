@@ -54,7 +54,7 @@ def test_demo_write_error_is_one_line(tmp_path: Path) -> None:
 
 
 def test_usage_errors_exit_with_2(tmp_path: Path) -> None:
-    for arguments in (("--memory-gb", "much"), (" ",), ("--kv-bits", "5")):
+    for arguments in (("--memory-gb", "much"), (" ",), ("--kv-bits", "7")):
         answer = run_doctor("--home", str(tmp_path), *arguments)
         assert answer.returncode == 2 and "Traceback" not in answer.stderr
 

@@ -63,8 +63,8 @@ def test_measured_costs_are_told_without_reading_weights(
     models = home / "models"
     models.mkdir(parents=True)
     dtype = "mlx.core.float32"
-    alone = compute_fingerprint(folder, None, 0, 64, dtype, models)
-    both = compute_fingerprint(folder, None, 0, 64, dtype, models, draft_path=draft)
+    alone = compute_fingerprint(folder, None, None, dtype, models)
+    both = compute_fingerprint(folder, None, None, dtype, models, draft_path=draft)
     remembered = remember_pass_costs(models)
     for fingerprint in (alone, both):
         remembered.remember(fingerprint, PAIRS)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from support.backend.cold_runs import cold_logprobs
 from support.backend.engine_driver import EventLog, SchedulerDriver, cut_chain, make_loader, save_segments
-from support.backend.families import FAMILIES, load_family, make_prompt
+from support.backend.families import FAMILIES, QUANTIZATIONS, load_family, make_prompt
 from support.speculation.draft_models import INEXACT, load_drafted, make_model_speculation
 from warmline_backend.generation.events import GenerationEvent
 from warmline_backend.kv_cache.kv import RowsUnavailableError
@@ -114,7 +114,7 @@ def make_branch_prompt(length: int, shared: int, seed: int = 9) -> list[int]:
 def test_cold_run_equals_mlx_lm_in_grid_chunks(family: str, root: Path, recorder: RowRecorder) -> None:
     driver, prompt = make_driver(family, root), make_prompt(LENGTH)
     log = driver.run(prompt, ANSWER)
-    caches = driver.served.layout.make_empty_cache() if family == "quantized" else None
+    caches = driver.served.layout.make_empty_cache() if family in QUANTIZATIONS else None
     assert log.chunks == [48, 96, 144, 192, 204]
     assert_same(recorder.list_rows(log), cold_logprobs(driver.served.model, prompt, GRID, ANSWER, caches).logprobs)
     assert_cold(recorder.list_rows(log), driver, root, prompt)

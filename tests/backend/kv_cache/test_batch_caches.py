@@ -9,6 +9,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from warmline_backend.kv_cache.batch_caches import BatchFloatKVCache, BatchQuantizedKVCache, BatchRowsCache
+from warmline_common.settings.quantization import KvFormat, RowFormat
 
 HEADS, WIDTH, GROUP = 2, 32, 32
 BITS = [0, 4, 8]  # 0: not quantized
@@ -21,7 +22,8 @@ def make_rows(seed: int, sequences: int, count: int) -> tuple[mx.array, mx.array
 
 def make_empty(sequences: int, bits: int) -> BatchRowsCache:
     lengths = [0] * sequences
-    return BatchQuantizedKVCache(lengths, GROUP, bits) if bits else BatchFloatKVCache(lengths)
+    row_format = RowFormat(bits, GROUP)
+    return BatchQuantizedKVCache(lengths, KvFormat(row_format, row_format)) if bits else BatchFloatKVCache(lengths)
 
 
 def make_single(rows: tuple[mx.array, mx.array], bits: int) -> KVCache | QuantizedKVCache:
@@ -128,3 +130,18 @@ def test_keys_without_values_are_kept() -> None:
     both = batch.update_and_fetch(added, added)[0]
     held, _ = keys_alone.update_and_fetch(added, added[..., :0])
     assert np.array_equal(held[0, :, :4], both[0, :, :4]) and np.array_equal(held[1], both[1])
+
+
+def test_keys_and_values_of_a_batch_may_have_formats_of_their_own() -> None:
+    kv_format = KvFormat(RowFormat(8, 32), RowFormat(4, 32))
+    batch, other = BatchQuantizedKVCache([0], kv_format), BatchQuantizedKVCache([0], kv_format)
+    for cache, seed, count in ((batch, 1, 3), (other, 2, 5)):
+        cache.update_and_fetch(*make_rows(seed, 1, count))
+    batch.extend(other)
+    rows = make_rows(7, 2, 1)
+    keys, values = batch.update_and_fetch(*rows)
+    assert not hasattr(batch, "bits"), "mlx-lm's attention would take one number for both"
+    for half, added, row_format in ((keys, rows[0], kv_format.keys), (values, rows[1], kv_format.values)):
+        quantized = mx.quantize(added, group_size=row_format.group_size, bits=row_format.bits)
+        for part, expected in zip(half, quantized, strict=True):
+            assert np.array_equal(part[0, :, 3], expected[0, :, 0]) and np.array_equal(part[1, :, 5], expected[1, :, 0])

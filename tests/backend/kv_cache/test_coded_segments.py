@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from support.backend.engine_driver import SchedulerDriver, cut_chain, make_loader, save_segments
-from support.backend.families import FAMILIES, load_family, make_prompt
+from support.backend.families import FAMILIES, QUANTIZATIONS, load_family, make_prompt
 from warmline_backend.kv_cache.byte_buffers import view_bytes
 from warmline_backend.kv_cache.kv import KV, NamedArrays
 from warmline_backend.kv_cache.segment_io import DamagedFileError, LoadedChain
@@ -74,12 +74,12 @@ def test_coded_segments_restore_the_same_bits(family: str, root: Path, tmp_path:
             verify_file(path)
         # Of quantized KV only the scales are floats, and too few here.
         is_any_coded = any(read_header(path).is_coded for path in folder.iterdir())
-        assert is_any_coded == (is_coded and family != "quantized")
+        assert is_any_coded == (is_coded and family not in QUANTIZATIONS)
     for position in CHECKPOINTS if driver.served.layout.has_states else (1, 63, 64, 65, 151, 170):
         plain, coded = (load(driver, folder, saved, kv.tokens, position) for folder, saved in saves.items())
         assert read_bits(plain) == read_bits(coded) and read_bits(plain), position
         assert plain.stats.bytes_decoded == coded.stats.bytes_decoded == plain.stats.bytes_read
-        assert coded.stats.bytes_read < plain.stats.bytes_read or family == "quantized"
+        assert coded.stats.bytes_read < plain.stats.bytes_read or family in QUANTIZATIONS
         assert coded.build(driver.served.layout).length == position
 
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from support.backend.families import QUANTIZATIONS
 from warmline_backend.__main__ import _make_scheduler
 from warmline_backend.config import parse_config
 from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind
@@ -55,7 +56,7 @@ def test_leaves_of_the_draft_model_come_behind_those_of_the_model(tiny_folder: F
 
 def test_quantized_kv_is_the_models_alone(tiny_folder: FolderOf) -> None:
     folder = tiny_folder("llama")
-    served = load_served_model(str(folder), "m", kv_bits=8, kv_group_size=32, draft_path=str(folder))
+    served = load_served_model(str(folder), "m", quantization=QUANTIZATIONS["quantized"], draft_path=str(folder))
     kinds = [type(leaf.template).__name__ for leaf in served.layout.leaves]
     assert kinds == ["QuantizedKVCache"] * 2 + ["KVCache"] * 2
     assert served.describe_layout().dtype == "q8"
@@ -174,10 +175,10 @@ def test_draft_model_is_loaded_unless_speculation_is_off(
 
 def test_fingerprint_has_the_draft_model(tiny_folder: FolderOf, draft: Path, tmp_path: Path) -> None:
     def fingerprint(path: Path | None) -> str:
-        return compute_fingerprint(tiny_folder("llama"), None, 0, 64, "float32", tmp_path, draft_path=path)
+        return compute_fingerprint(tiny_folder("llama"), None, None, "float32", tmp_path, draft_path=path)
 
     alone, with_draft = fingerprint(None), fingerprint(draft)
-    assert alone == compute_fingerprint(tiny_folder("llama"), None, 0, 64, "float32", tmp_path)
+    assert alone == compute_fingerprint(tiny_folder("llama"), None, None, "float32", tmp_path)
     assert with_draft != alone and with_draft == fingerprint(tiny_folder("llama")), "its path does not matter"
     change_json(draft / "config.json", lambda content: content.update(rope_theta=5e3))
     assert fingerprint(draft) != with_draft

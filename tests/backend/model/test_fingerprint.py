@@ -15,6 +15,8 @@ import pytest
 from warmline_backend.model import architectures, numerics
 from warmline_backend.model import fingerprint as module
 from warmline_backend.model.fingerprint import compute_fingerprint
+from warmline_backend.model.kv_quantization import identify_quantization
+from warmline_common.settings.quantization import make_quantization
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def digested_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def fingerprint_folder(model: Path, home: Path, **changes: object) -> str:
-    settings = {"adapter_path": None, "kv_bits": None, "kv_group_size": 64, "dtype": "float32"} | changes
+    settings = {"adapter_path": None, "quantization": None, "dtype": "float32"} | changes
     return compute_fingerprint(model, home_models_dir=home, **settings)  # type: ignore[arg-type]
 
 
@@ -120,18 +122,31 @@ def test_config_values_change_fingerprint_but_not_their_order(model: Path, home:
 def test_each_setting_changes_fingerprint(model: Path, home: Path) -> None:
     settings: list[dict[str, object]] = [
         {},
-        {"kv_bits": 8},
-        {"kv_bits": 4},
-        {"kv_bits": 8, "kv_group_size": 32},
+        {"quantization": make_quantization(8)},
+        {"quantization": make_quantization(4)},
+        {"quantization": make_quantization(8, 32)},
+        {"quantization": make_quantization("8,4")},
+        {"quantization": make_quantization("4,8")},
+        {"quantization": make_quantization("8,4", "64,32")},
+        {"quantization": make_quantization("8,4", 64, 1, 8)},
+        {"quantization": make_quantization("8,4", 64, 2, 8)},
+        {"quantization": make_quantization("8,4", 64, 2, 6)},
+        {"quantization": make_quantization(4, 64, 2, 8)},
         {"dtype": "bfloat16"},
         {"shards": 2},
         {"grid": 2048},
         {"grid": 512},
     ]
     assert len({fingerprint_folder(model, home, **setting) for setting in settings}) == len(settings)
-    assert fingerprint_folder(model, home, kv_group_size=32) == fingerprint_folder(model, home), (
-        "without quantization its group size means nothing"
-    )
+
+
+def test_one_format_for_all_rows_keeps_its_identity() -> None:
+    """As it was before keys and values could be told apart: KV that was stored is still found."""
+    assert identify_quantization(None) is None
+    assert identify_quantization(make_quantization(0, 32, 2, 8)) is None
+    assert identify_quantization(make_quantization(8)) == [8, 64]
+    assert identify_quantization(make_quantization(4, 32)) == [4, 32]
+    assert identify_quantization(make_quantization("8,8", "64,64", 2, 8)) == [8, 64]
 
 
 def test_numerics_change_fingerprint_in_exact_mode_only(

@@ -35,6 +35,7 @@ from warmline_backend.model.loader import (
     load_lazy_model,
 )
 from warmline_backend.model.model import load_served_model
+from warmline_common.settings.quantization import make_quantization
 
 CASE = "shared_as_listed"  # full shared shared full shared
 CONFIG = CASES[CASE]
@@ -235,7 +236,7 @@ def test_invalid_tokenizer_and_adapter_raise_model_error(tmp_path: Path) -> None
     with pytest.raises(ModelError, match="not an adapter for this model"):
         load_served_model(str(folder), "m", adapter_path=str(adapter))
     with pytest.raises(ModelError, match="choose a --kv-group-size that divides"):
-        load_served_model(str(folder), "m", kv_bits=8, kv_group_size=128)
+        load_served_model(str(folder), "m", quantization=make_quantization(8, 128))
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"download the tokenizer's files again.*KeyError"):
         load_served_model(str(folder), "m")

@@ -53,9 +53,10 @@ async def run_service(folder: Path, *flags: str) -> AsyncIterator[tuple[Service,
 
     def make_scheduler() -> Scheduler:
         exact = config.reuse == "exact"
-        quantized = {"kv_bits": config.kv_bits, "kv_group_size": config.kv_group_size}
         settings = SchedulerSettings("boot", 1 << 30, config.prefill_step_size, 8, True, exact)
-        return Scheduler(load_served_model(config.model, config.served_name, **quantized), settings)
+        return Scheduler(
+            load_served_model(config.model, config.served_name, quantization=config.kv_quantization), settings
+        )
 
     engine = Engine(make_scheduler)
     service = Service(config, home, engine, "boot")

@@ -114,7 +114,7 @@ def test_sequences_join_and_leave_batches(family: str, draft: str, root: Path) -
 
 
 def test_draft_model_drafts_for_all_of_a_batch(root: Path) -> None:
-    """Whose layers can all be cut anywhere: beside a sequence that has a prediction."""
+    """All layers can be cut anywhere; one sequence has a prediction."""
     prompts = [make_prompt(length, seed) for seed, length in enumerate((50, 33, 61), start=1)]
     single = SchedulerDriver(load_family("llama", root))
     plain = [single.run(prompt, ANSWER) for prompt in prompts]

@@ -5,12 +5,17 @@ from typing import Any
 
 import pytest
 
-from support.pair.answers import TOLERANCE, TOLERANCE_QUANTIZED, WITH_LOGPROBS, explain_difference
+from support.pair.answers import (
+    QUANTIZED_APART_FLAGS,
+    TOLERANCE,
+    TOLERANCE_QUANTIZED_APART,
+    WITH_LOGPROBS,
+    explain_difference,
+)
 from support.pair.pair import FolderOf, Message, Pair, Reply
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 from warmline_common.storage.home import Home
 
-QUANTIZED = ("--kv-bits", "8", "--kv-group-size", "32")
 STORED_INPUT = "Which animals live in the sea, and which of them are fish?"
 QUESTIONS = ["Hello, who are you?", "Tell me about the sea.", "And about ships?", "Thanks. And the moon?"]
 
@@ -71,12 +76,17 @@ def has_states(pair: Pair) -> bool:
     return "qwen3_5" in str(pair._model)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "glm_moe_dsa", "quantized"])  # the demo model is a llama
+# The demo model is a llama.
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "glm_moe_dsa", "quantized_apart"])
 def test_next_turn_after_kill_9_is_warm(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
-    model = tiny_folder("llama" if family == "quantized" else family)
-    flags = QUANTIZED if family == "quantized" else ()
-    tolerance = TOLERANCE_QUANTIZED if flags else TOLERANCE
-    check_restart(Pair(tmp_path, model, *flags), tolerance, tokens=40, stored_input=STORED_INPUT * 50)
+    is_quantized = family == "quantized_apart"
+    pair = Pair(
+        tmp_path,
+        tiny_folder("llama_wide" if is_quantized else family),
+        *(QUANTIZED_APART_FLAGS if is_quantized else ()),
+    )
+    tolerance = TOLERANCE_QUANTIZED_APART if is_quantized else TOLERANCE
+    check_restart(pair, tolerance, tokens=40, stored_input=STORED_INPUT * 50)
 
 
 def test_next_turn_after_kill_9_on_real_model(demo_home: Home, tmp_path: Path) -> None:

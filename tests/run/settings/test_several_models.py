@@ -108,6 +108,17 @@ def test_one_folder_with_unlike_settings_is_two_models(tmp_path: Path) -> None:
     assert list_names(config) == ["large", "small", "precise"]
 
 
+def test_model_may_turn_off_quantization_of_all(tmp_path: Path) -> None:
+    toml = "kv_bits = [8, 4]\nkv_boundary_layers = 2\nkv_boundary_bits = 8\nmodel = 'small'\n"
+    tables = "[[models]]\npath = '/large'\nkv_bits = 0\n[[models]]\npath = 'org/small'\nkv_boundary_layers = 0\n"
+    config = resolve_models(tmp_path, toml + tables)
+    assert [model.settings for model in parse_models(str(config["models"]))] == [
+        {"kv_boundary_layers": 0},
+        {"kv_bits": 0},
+    ]
+    assert config["kv_bits"] == "8,4"
+
+
 @pytest.mark.parametrize(
     ("toml", "environment", "flags", "message"),
     [
@@ -132,7 +143,11 @@ def test_one_folder_with_unlike_settings_is_two_models(tmp_path: Path) -> None:
         ("", {}, {"model": ["/a", ""]}, r"model \(from --model\): model 2: path: expected a folder, .*, not ''"),
         ("model = []", {}, {}, "model .*expected text, not"),
         ("model = ['a', 2]", {}, {}, "models .*model 2: path: expected text, not 2"),
-        (TABLES.replace("= 4", "= 3"), {}, {}, r"models .*: model 1 \(large\): kv_bits: expected 0, 4 or 8, not 3"),
+        (TABLES.replace("= 4", "= 7"), {}, {}, r"models .*: model 1 \(large\): kv_bits: expected 0, or 2, .*, not 7"),
+        (f"{TABLES}kv_bits = '8,4'\nkv_boundary_layers = 2", {}, {},
+         r"model 'small': kv_boundary_layers \(from .*toml\): expected kv_boundary_bits with it, .*, not 2$"),
+        (f"{TABLES}kv_boundary_bits = 8", {}, {},
+         r"model 'small': kv_boundary_bits \(from .*toml\): expected kv_boundary_layers with it, .*, not 8$"),
         (f"{TABLES}port = 3", {}, {}, r"model 2: 'port' holds for all models: write it at the top of the file"),
         (f"{TABLES}kv_bit = 8", {}, {}, r"model 2: unknown key 'kv_bit'; did you mean 'kv_bits'\?"),
         ("[[models]]\nmodel = 'x'", {}, {}, r"model 1: unknown key 'model'; did you mean 'path'\?"),

@@ -156,6 +156,8 @@ def test_settings_apply_to_own_server_only(tmp_path: Path) -> None:
     assert find_endpoint(config, "", {}) == find_endpoint(config, "http://127.0.0.1:9000/v1/", {}) == own
     assert find_endpoint(config, "http://other:9000/v1", {}) == Endpoint("http://other:9000/v1", "", None)
     assert find_endpoint(config, "http://[::1]:9001/v1", {}) == Endpoint("http://[::1]:9001/v1", "", tmp_path)
+    apart = resolve({"home": str(tmp_path), "kv_bits": "8,4"}, {})
+    assert find_endpoint(apart, "", {}).tolerance == 6.0, "as the coarser half"
     variable = {"WARMLINE_CLIENT_KEY": "mine"}
     assert find_endpoint(config, "http://other/v1", variable).key == "mine"
 

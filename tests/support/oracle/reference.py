@@ -11,7 +11,13 @@ from typing import Any
 
 from support import tiny_models
 from support.oracle.verdict import Difference
-from support.pair.answers import TOLERANCE, TOLERANCE_QUANTIZED
+from support.pair.answers import (
+    QUANTIZED_APART_FLAGS,
+    QUANTIZED_FLAGS,
+    TOLERANCE,
+    TOLERANCE_QUANTIZED,
+    TOLERANCE_QUANTIZED_APART,
+)
 from support.pair.pair import START_TIMEOUT_S, WARMLINE, Reply, send_request
 from support.processes import RunningProcess, free_port
 from warmline_common.storage.home import Home
@@ -44,9 +50,8 @@ FAMILIES = {
     for family in (
         *(OracleFamily(name, name) for name in ("llama", "gemma3", "qwen3_5", "falcon_h1", "baichuan_m1", "mamba2")),
         *(OracleFamily(name, name, steps=True) for name in ("deepseek_v32", "glm_moe_dsa")),
-        OracleFamily(
-            "quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), TOLERANCE_QUANTIZED, steps=True
-        ),
+        OracleFamily("quantized", "llama", QUANTIZED_FLAGS, TOLERANCE_QUANTIZED, steps=True),
+        OracleFamily("quantized_apart", "llama_wide", QUANTIZED_APART_FLAGS, TOLERANCE_QUANTIZED_APART, steps=True),
     )
 }
 

@@ -9,6 +9,12 @@ from support.pair.pair import Reply
 # at most, in 80 pairs of answers of 16 tokens.
 TOLERANCE = 1e-3
 TOLERANCE_QUANTIZED = 4e-2
+TOLERANCE_QUANTIZED_APART = 0.2  # steps of 4 bits are larger
+QUANTIZED_FLAGS = ("--kv-bits", "8", "--kv-group-size", "32")
+QUANTIZED_APART_FLAGS = (
+    *("--kv-bits", "8,4", "--kv-group-size", "64,32"),
+    *("--kv-boundary-layers", "1", "--kv-boundary-bits", "8,6"),
+)
 WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 2}  # what `explain_difference` needs
 
 

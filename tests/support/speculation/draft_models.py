@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from support import tiny_models
+from support.backend.families import ARCHITECTURES, QUANTIZATIONS
 from support.speculation.drafts import AnyLengthCosts
 from warmline_backend.model.model import ServedModel, load_served_model
 from warmline_backend.speculation.model_drafter import ModelDrafter
@@ -38,14 +39,14 @@ def build_inexact_copy(source: Path, folder: Path, noise: float = NOISE) -> Path
 @cache
 def load_drafted(family: str, draft: str, root: Path) -> ServedModel:
     """Model of a family with a draft model: INEXACT, or a family's with other random weights."""
-    architecture = "llama" if family == "quantized" else family
+    architecture = ARCHITECTURES.get(family, family)
     folder = tiny_models.build(architecture, root / architecture)
     if draft == INEXACT:
         draft_folder = build_inexact_copy(folder, root / f"{architecture}-inexact")
     else:
         draft_folder = tiny_models.build(draft, root / f"{draft}-stranger", seed=STRANGER_SEED)
-    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32} if family == "quantized" else {}
-    return load_served_model(str(folder), family, draft_path=str(draft_folder), **options)
+    quantization = QUANTIZATIONS.get(family)
+    return load_served_model(str(folder), family, draft_path=str(draft_folder), quantization=quantization)
 
 
 def make_model_speculation(served: ServedModel, costs: PassCosts | None = ALWAYS_WORTH_IT) -> Speculation:

@@ -33,7 +33,7 @@ from warmline_backend.speculation.speculation import Speculation
 from warmline_backend.structured_output.compiler import GrammarCompiler
 
 FAMILIES = (
-    *("llama", "qwen3_5", "gemma3", "deepseek_v32", "glm_moe_dsa", "quantized"),
+    *("llama", "qwen3_5", "gemma3", "deepseek_v32", "glm_moe_dsa", "quantized", "quantized_apart"),
     *("falcon_h1", "baichuan_m1", "mamba2"),
 )
 ANSWER_TOKENS = 500

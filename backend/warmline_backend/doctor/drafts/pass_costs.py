@@ -34,8 +34,8 @@ def _find_costs(
     if not has_digests([folder, *([draft_path] if draft_path is not None else [])], models):
         return None
     adapter = Path(settings.adapter_path) if settings.adapter_path else None
-    bits, group_size, dtype = settings.kv_bits, settings.kv_group_size, cache.weight.dtype
-    fingerprint = compute_fingerprint(folder, adapter, bits, group_size, dtype, models, draft_path=draft_path)
+    quantization, dtype = settings.kv_quantization, cache.weight.dtype
+    fingerprint = compute_fingerprint(folder, adapter, quantization, dtype, models, draft_path=draft_path)
     return find_pass_costs(fingerprint, models)
 
 

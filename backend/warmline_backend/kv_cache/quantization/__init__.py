@@ -1,0 +1,1 @@
+"""Quantized KV with keys and values apart: its cache and its attention.  Layer: below codecs.  Engine thread."""
