@@ -135,7 +135,7 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
         inputs = self._make_inputs(drafts)
         logits = self.model(inputs, cache=self.prompt_cache)[:, len(self.uncomputed) :]
         taken = [matcher.token_count if (matcher := self._find_matcher(row)) else 0 for row in range(len(drafts))]
-        rows = [self._draw(row, logits[row, : 1 + len(draft)], draft) for row, draft in enumerate(drafts)]
+        rows = self._draw(logits, drafts)
         mx.eval(self._next_tokens, [drawn for _, drawn in rows])
         returned, ends = [], []
         for row, (draft, token) in enumerate(zip(drafts, _list_tokens(self._next_tokens), strict=True)):
@@ -185,11 +185,22 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
             parts.insert(0, mx.array([self.uncomputed], self._next_tokens.dtype))
         return mx.concatenate(parts, axis=1)
 
-    def _draw(self, row: int, logits: mx.array, draft: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Log-probabilities [tokens, vocabulary] of a row, and what is drawn from them [tokens]; lazy."""
-        logits = self._process(row, logits, draft)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return logprobs, (self.samplers[row] or self.fallback_sampler)(logprobs)
+    def _draw(self, logits: mx.array, drafts: Sequence[Sequence[int]]) -> list[tuple[mx.array, mx.array]]:
+        """Log-probabilities [tokens, vocabulary] of each row, and what is drawn from them [tokens]; lazy.
+
+        `logits`: [rows, width, vocabulary].  As in a single step, all rows are computed in one call where they can be.
+        """
+        if any(self.logits_processors):
+            processed = [self._process(row, logits[row, : 1 + len(draft)], draft) for row, draft in enumerate(drafts)]
+            logprobs = [each - mx.logsumexp(each, axis=-1, keepdims=True) for each in processed]
+        else:
+            together = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            logprobs = [together[row, : 1 + len(draft)] for row, draft in enumerate(drafts)]
+            if all(sampler is None or sampler is self.fallback_sampler for sampler in self.samplers):
+                drawn = self.fallback_sampler(together)
+                return [(each, drawn[row, : each.shape[0]]) for row, each in enumerate(logprobs)]
+        pairs = zip(self.samplers, logprobs, strict=True)
+        return [(each, (sampler or self.fallback_sampler)(each)) for sampler, each in pairs]
 
     def _process(self, row: int, logits: mx.array, draft: Sequence[int]) -> mx.array:
         """Apply a row's processors at each place, with the draft's tokens before it, as far as the grammar allows them.

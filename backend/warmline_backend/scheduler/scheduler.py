@@ -296,8 +296,7 @@ class Scheduler(QueueFigures):
             seconds = time.monotonic() - began
             self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
             self._record_decode(sequences, counts.total(), seconds)
-            if not group.has_verified:
-                self._merger.record_step(sequences, seconds)
+            group.record_duration(seconds)
 
     def _record_decode(self, sequences: int, tokens: int, seconds: float) -> None:
         self._record_turn(seconds)

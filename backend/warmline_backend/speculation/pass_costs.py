@@ -10,7 +10,9 @@ PASS_TOKENS_MAX = 32  # of one sequence
 BATCH_TOKENS_MAX = 128  # of all sequences of a pass that verifies drafts
 GAIN_MIN = 1.1  # of a draft, over none: what it is expected to gain is not known better
 STEP_WEIGHT = 0.1  # of the last step, in the usual duration
-YIELD_WEIGHT = 0.2  # of the last pass, in the usual yield
+YIELD_WEIGHT = 0.2  # of the last pass, in the usual yield and slowdown
+FORGET_WEIGHT = 0.002  # of none, in the usual slowdown, with each step without drafts: drafts are tried again some day
+SLOWDOWN_MAX = 4.0  # that is taken from one pass: a first one may compile kernels
 NOMINAL_SECONDS = {1: 1.0, PASS_TOKENS_MAX: 3.0}  # of a pass in exact mode, where nothing may depend on a clock
 NOMINAL_DRAFT_STEP_S = 0.15
 
@@ -107,44 +109,76 @@ class PassCosts:
                 best_gain, best_length = gain, length
         return best_length
 
-    def expect(self, length: int, acceptance: float, token_cost: float = 0.0) -> "PassYield":
-        """Expected yield of a pass with a draft of `length`, where the token before it is known."""
-        return PassYield(sum(acceptance**n for n in range(length + 1)), self.cost(1 + length) + length * token_cost)
+    def find_draft_cost(self, sequences: int) -> float:
+        """Cost of one token of the draft model for each of so many sequences."""
+        return self.draft_step * self.cost(sequences)
 
 
 class StepCosts:
-    """Costs of passes of several sequences, in single steps of one: plain steps as seen of late, else by PassCosts."""
+    """Costs of steps and passes of several sequences, in single steps of one sequence of late.
 
-    def __init__(self, passes: PassCosts) -> None:
-        self.passes = passes
-        self._seconds: dict[int, float] = {1: passes.step_s}
+    What PassCosts measured holds for one sequence with a short context.  So durations are learned by the number of
+    sequences: of steps without drafts, and how much slower than measured passes are that verify drafts.  `learns`: not
+    in exact mode, where nothing may depend on a clock.
+    """
 
-    def record(self, sequences: int, seconds: float) -> None:
-        """Record the duration of a step without drafts."""
-        usual = self._seconds.get(sequences, seconds)
-        self._seconds[sequences] = usual + STEP_WEIGHT * (seconds - usual)
+    def __init__(self, passes: PassCosts, *, learns: bool = True) -> None:
+        self.passes, self._learns = passes, learns
+        self._step_s: dict[int, float] = {1: passes.step_s}
+        self._slowdowns: dict[int, float] = {}
 
-    def cost(self, sequences: int) -> float:
-        """Cost of a step without drafts.
+    def record_step(self, sequences: int, seconds: float) -> None:
+        """Record the duration of a step without drafts.
 
         Such steps are sent ahead of each other, and so cost less than passes of as many tokens do.
         """
-        seconds = self._seconds.get(sequences)
-        return self.passes.cost(sequences) if seconds is None else seconds / self._seconds[1]
+        if self._learns:
+            usual = self._step_s.get(sequences, seconds)
+            self._step_s[sequences] = usual + STEP_WEIGHT * (seconds - usual)
+            slowdown = self._slowdowns.get(sequences, 1.0)
+            self._slowdowns[sequences] = slowdown + FORGET_WEIGHT * (1.0 - slowdown)
+
+    def record_pass(self, sequences: int, cost: float, seconds: float) -> None:
+        """Record the duration of a pass that verified drafts, and of `cost` by PassCosts, drafting included."""
+        if self._learns:
+            usual = self._slowdowns.get(sequences, 1.0)
+            seen = min(SLOWDOWN_MAX, max(1 / SLOWDOWN_MAX, seconds / (cost * self.passes.step_s)))
+            self._slowdowns[sequences] = usual + YIELD_WEIGHT * (seen - usual)
+
+    def cost(self, sequences: int) -> float:
+        """Cost of a step without drafts."""
+        seconds = self._step_s.get(sequences)
+        return self.passes.cost(sequences) if seconds is None else seconds / self._step_s[1]
+
+    def pass_cost(self, sequences: int, tokens: int) -> float:
+        """Cost of a pass that verifies drafts, of so many tokens of all its sequences."""
+        return self._scale(sequences) * self.passes.cost(tokens)
+
+    def draft_cost(self, sequences: int) -> float:
+        """Cost of one token of the draft model for each of so many sequences."""
+        return self._scale(sequences) * self.passes.find_draft_cost(sequences)
 
     def expect_yield(self, sequences: int) -> PassYield:
         """Yield of one step without drafts."""
         return PassYield(sequences, self.cost(sequences))
 
+    def expect_pass(self, offer: DraftOffer, *, by_model: bool = False) -> tuple[PassYield, int]:
+        """Expected yield of the best pass of one sequence whose next token is known, and its width."""
+        length = self.choose_length(1, [offer._replace(is_last_guessed=False)], 1, by_model=by_model)
+        if not length:
+            return self.expect_yield(1), 1
+        cost = self.pass_cost(1, 1 + length) + by_model * length * self.draft_cost(1)
+        return PassYield(sum(offer.acceptance**n for n in range(length + 1)), cost), 1 + length
+
     def choose_length(self, known: int, offers: Sequence[DraftOffer], sequences: int, *, by_model: bool = False) -> int:
         """As PassCosts.choose_length; `known` is 1 for more than one sequence."""
-        step_cost = self.cost(sequences) if sequences > 1 else None
-        token_cost = self.draft_cost(sequences) if by_model else 0.0
+        step_cost = self.cost(sequences) / self._scale(sequences) if known == 1 else None
+        token_cost = self.passes.find_draft_cost(sequences) if by_model else 0.0
         return self.passes.choose_length(known, offers, sequences, step_cost, token_cost)
 
-    def draft_cost(self, sequences: int) -> float:
-        """Cost of one token of the draft model for each of so many sequences."""
-        return self.passes.draft_step * self.passes.cost(sequences)
+    def _scale(self, sequences: int) -> float:
+        """Cost of a pass that verifies drafts, to the one by PassCosts."""
+        return self._slowdowns.get(sequences, 1.0) * self.passes.step_s / self._step_s[1]
 
 
 def _interpolate(widths: list[int], seconds: list[float], width: int) -> float:

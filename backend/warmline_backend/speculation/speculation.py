@@ -36,7 +36,7 @@ class Speculation:
 
     def __init__(self, costs: PassCosts | None, model: ModelDrafter | None = None) -> None:
         self.is_exact, self.model, self._acceptance = costs is None, model, Acceptance()
-        self.costs = StepCosts(costs or NOMINAL_COSTS)
+        self.costs = StepCosts(costs or NOMINAL_COSTS, learns=costs is not None)
 
     def make_drafter(
         self, prompt: Sequence[int], prediction: Sequence[int], matcher: Matcher | None, ends: Container[int]

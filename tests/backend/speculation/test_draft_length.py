@@ -62,13 +62,35 @@ def test_drafts_of_a_batch_have_the_best_width_together(costs: PassCosts, others
 def test_duration_of_a_step_is_what_was_seen_of_late() -> None:
     costs = StepCosts(FLAT)
     assert costs.cost(4) == FLAT.cost(4)
-    costs.record(4, 2.0)
+    costs.record_step(4, 2.0)
     assert costs.cost(4) == 2.0 and costs.cost(3) == FLAT.cost(3)
     for _ in range(60):
-        costs.record(4, 1.0)
+        costs.record_step(4, 1.0)
     assert costs.cost(4) == pytest.approx(1.0, abs=0.01)
-    costs.record(1, 0.5)
+    costs.record_step(1, 0.5)
     assert costs.cost(4) > 1.03, "in single steps"
+
+
+def test_passes_that_take_longer_than_measured_are_left_out_for_a_while() -> None:
+    costs, offers = StepCosts(FLAT), [DraftOffer(4, 0.5)] * 4
+    costs.record_step(4, 1.05)
+    assert costs.choose_length(1, offers, 4)
+    for _ in range(20):
+        costs.record_pass(4, FLAT.cost(20), 2.0 * FLAT.cost(20))
+    assert costs.pass_cost(4, 20) == pytest.approx(2.0 * FLAT.cost(20), rel=0.05)
+    assert not costs.choose_length(1, offers, 4) and costs.choose_length(1, [DraftOffer(30, 0.95)] * 4, 4)
+    assert costs.choose_length(1, [DraftOffer(4, 0.5)], 1), "so many sequences are what was seen"
+    steps = 0
+    while not costs.choose_length(1, offers, 4):
+        costs.record_step(4, 1.05)
+        steps += 1
+    assert 100 < steps < 2000, "it is tried again"
+    costs.record_pass(4, 1.0, 1000.0)
+    assert costs.pass_cost(4, 20) < 3 * FLAT.cost(20), "one pass that compiles kernels says little"
+    exact = StepCosts(FLAT, learns=False)
+    exact.record_step(4, 9.0)
+    exact.record_pass(4, 1.0, 9.0)
+    assert exact.cost(4) == FLAT.cost(4) and exact.pass_cost(4, 20) == FLAT.cost(20)
 
 
 def test_wider_passes_are_never_cheaper_and_lie_on_a_line() -> None:

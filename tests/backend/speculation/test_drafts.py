@@ -8,13 +8,11 @@ import pytest
 
 from support.backend.engine_driver import EventLog, SchedulerDriver
 from support.backend.families import FAMILIES, get_tolerance, load_family, make_prompt
-from support.speculation.drafts import EagerSpeculation, EarlierTokens
+from support.speculation.drafts import EagerSpeculation, EarlierTokens, FixedSpeculation
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
-from warmline_backend.scheduler.decoding.merging import GroupMerger
 from warmline_backend.speculation.pass_costs import PassCosts
-from warmline_backend.speculation.speculation import Speculation
 from warmline_backend.structured_output.compiler import GrammarCompiler
 from warmline_backend.structured_output.matcher import Matcher
 
@@ -139,7 +137,7 @@ def test_drafting_sequence_joins_and_leaves_a_batch(family: str, root: Path) -> 
 def test_prompt_that_is_written_again_takes_fewer_passes(served: ServedModel) -> None:
     """The tiny model repeats nothing by itself: a bias has it write the prompt's tokens in their order."""
     for prediction, prompt in (([], PROMPT), (SchedulerDriver(served).run(PROMPT, 60).tokens, PROMPT)):
-        driver = SchedulerDriver(served, speculation=Speculation(CHEAP))
+        driver = SchedulerDriver(served, speculation=FixedSpeculation(CHEAP))
         log = driver.run(prompt, 60, prediction=prediction)
         timings = log.result.timings
         assert log.tokens == SchedulerDriver(served).run(prompt, 60).tokens
@@ -186,7 +184,7 @@ def test_form_is_the_same_and_forced_text_is_drafted(
 ) -> None:
     plain = submit_guided(SchedulerDriver(served), make_matcher(), logprobs=True, **params)
     drafted = submit_guided(
-        SchedulerDriver(served, speculation=Speculation(CHEAP)), make_matcher(), logprobs=True, **params
+        SchedulerDriver(served, speculation=FixedSpeculation(CHEAP)), make_matcher(), logprobs=True, **params
     )
     check_forms(plain, drafted)
     assert drafted.result.timings.decoded >= 1.3 * drafted.result.timings.passes
@@ -207,9 +205,11 @@ def check_forms(plain: EventLog, drafted: EventLog) -> None:
 def test_result_says_why_nothing_was_drafted(served: ServedModel) -> None:
     off = SchedulerDriver(served).run(PROMPT, 9).result.timings
     assert off.no_drafts == "speculation is off" and off.passes == 9 and not off.drafts
-    costly = SchedulerDriver(served, speculation=Speculation(PassCosts({1: 1.0}))).run(PROMPT * 3, 9).result.timings
+    costly = (
+        SchedulerDriver(served, speculation=FixedSpeculation(PassCosts({1: 1.0}))).run(PROMPT * 3, 9).result.timings
+    )
     assert costly.no_drafts == "nothing repeated that was worth the time"
-    driver = SchedulerDriver(served, speculation=Speculation(PassCosts({1: 1.0})))
+    driver = SchedulerDriver(served, speculation=FixedSpeculation(PassCosts({1: 1.0})))
     logs = [driver.submit(make_prompt(50, seed), 30)[1] for seed in (1, 2)]
     driver.run_until(lambda: all(log.is_ended for log in logs))
     assert logs[0].result.timings.no_drafts == "it was decoded in one batch with others"
@@ -219,12 +219,11 @@ def test_wrong_draft_after_leaving_a_batch_concerns_its_own_sequence(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some tokens of a recurrent model have to be computed again: those of the sequence that has left."""
-    monkeypatch.setattr(GroupMerger, "record_step", lambda *_: None)
     served = load_family("qwen3_5", root)
     prompts = [make_prompt(50, seed) for seed in (1, 2, 3)]
     plain = [SchedulerDriver(served).run(prompt, 120).tokens for prompt in prompts]
     prediction = [(token + 1) % 250 if n % 25 == 24 else token for n, token in enumerate(plain[0][20:])]
-    driver = SchedulerDriver(served, speculation=Speculation(CHEAP))
+    driver = SchedulerDriver(served, speculation=FixedSpeculation(CHEAP))
     logs = [driver.submit(prompt, 120, prediction=[] if n else prediction)[1] for n, prompt in enumerate(prompts)]
     driver.run_until(lambda: all(log.is_ended for log in logs))
     assert [log.tokens for log in logs] == plain and [log.generated for log in logs] == plain
@@ -237,11 +236,10 @@ def test_sequence_leaves_its_batch_for_drafts_and_comes_back(
     family: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prediction foresees the middle of one answer.  Only the given costs count, not how long steps take here."""
-    monkeypatch.setattr(GroupMerger, "record_step", lambda *_: None)
     served = load_family(family, root)
     prompts = [make_prompt(50, seed) for seed in (1, 2, 3)]
     plain = [SchedulerDriver(served).run(prompt, 160, logprobs=True) for prompt in prompts]
-    driver = SchedulerDriver(served, speculation=Speculation(CHEAP))
+    driver = SchedulerDriver(served, speculation=FixedSpeculation(CHEAP))
     predictions = [plain[0].tokens[30:110], [], []]
     logs = [
         driver.submit(prompt, 160, prediction=prediction, logprobs=True)[1]

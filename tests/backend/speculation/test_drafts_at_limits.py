@@ -9,7 +9,7 @@ import pytest
 
 from support.backend.engine_driver import EventLog, SchedulerDriver
 from support.backend.families import load_family, make_prompt
-from support.speculation.drafts import EagerSpeculation, EarlierTokens
+from support.speculation.drafts import EagerSpeculation, EarlierTokens, FixedSpeculation
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
@@ -60,7 +60,7 @@ def test_draft_goes_on_behind_the_end_of_the_reasoning(served: ServedModel) -> N
         params = {"logit_bias": {THINK_END: 9.0}, "temperature": 1.0, "seed": seed}
         prompt = make_prompt(50, seed)
         plain = run_words(served, None, prompt, [], thinks=True, **params)
-        drafted = run_words(served, Speculation(CHEAP), prompt, plain.tokens, thinks=True, **params)
+        drafted = run_words(served, FixedSpeculation(CHEAP), prompt, plain.tokens, thinks=True, **params)
         assert THINK_END in plain.tokens and drafted.tokens == plain.tokens
         assert drafted.result.finish == plain.result.finish == "stop"
         assert drafted.result.timings.passes < plain.result.timings.passes / 4
@@ -71,13 +71,13 @@ def test_draft_with_an_id_that_the_tokenizer_lacks_breaks_no_form(served: Served
     answer = plain.tokens
     for missing in (served.vocabulary_size, served.vocabulary_size + 100):
         prediction = [*answer[:12], missing, *answer[12:]]
-        drafted = run_words(served, Speculation(CHEAP), make_prompt(40), prediction)
+        drafted = run_words(served, FixedSpeculation(CHEAP), make_prompt(40), prediction)
         assert drafted.tokens == answer and drafted.result.finish == "stop"
 
 
 def test_known_token_is_not_drafted_again_by_the_grammar(served: ServedModel) -> None:
     plain = run_words(served, None, make_prompt(40), [])
-    timings = run_words(served, Speculation(CHEAP), make_prompt(40), plain.tokens).result.timings
+    timings = run_words(served, FixedSpeculation(CHEAP), make_prompt(40), plain.tokens).result.timings
     assert timings.drafts["prediction"].accepted == timings.drafts["prediction"].drafted
     assert timings.passes <= 4
 
@@ -112,7 +112,7 @@ def test_budget_is_checked_by_tokens(served: ServedModel) -> None:
     """Passes of many tokens add as many rows before a check as single steps, and those of one pass."""
     prompt = make_prompt(60)
     plain = SchedulerDriver(served).run(prompt, 900).tokens
-    driver = SchedulerDriver(served, speculation=Speculation(CHEAP))
+    driver = SchedulerDriver(served, speculation=FixedSpeculation(CHEAP))
     checked: list[int] = []
     enforce = driver.scheduler.admission.enforce_budget
 

@@ -7,11 +7,10 @@ import pytest
 
 from support.backend.engine_driver import EventLog, SchedulerDriver
 from support.backend.families import get_tolerance, load_family, make_prompt
-from support.speculation.drafts import EagerSpeculation, EarlierTokens
+from support.speculation.drafts import EagerSpeculation, EarlierTokens, FixedSpeculation
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
-from warmline_backend.scheduler.decoding.merging import GroupMerger
 from warmline_backend.speculation.pass_costs import PassCosts
 from warmline_backend.speculation.speculation import Speculation
 from warmline_backend.structured_output.compiler import GrammarCompiler
@@ -21,12 +20,6 @@ CHEAP = PassCosts({1: 0.0015, 32: 0.0016})  # seconds
 LINEAR = PassCosts({1: 0.001, 2: 0.002, 32: 0.032})
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate((50, 33, 61), 1)]
 LENGTHS = [90, 60, 75]
-
-
-@pytest.fixture(autouse=True)
-def given_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have only the given costs count, and not how long steps take here."""
-    monkeypatch.setattr(GroupMerger, "record_step", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +128,7 @@ def run_with_predictions(
     served: ServedModel, costs: PassCosts, plain: list[EventLog]
 ) -> tuple[list[EventLog], set[int]]:
     """Answers of which two are foreseen, and the sizes of the groups that they were decoded in."""
-    driver, sizes = SchedulerDriver(served, speculation=Speculation(costs)), set[int]()
+    driver, sizes = SchedulerDriver(served, speculation=FixedSpeculation(costs)), set[int]()
     logs = [
         driver.submit(prompt, 60, prediction=prediction)[1]
         for prompt, prediction in zip(PROMPTS, [plain[0].tokens, [], plain[2].tokens], strict=True)

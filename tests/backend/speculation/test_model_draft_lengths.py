@@ -32,7 +32,7 @@ def test_costly_steps_make_drafts_shorter() -> None:
     assert [choose(0.1, acceptance) for acceptance in (0.0, 0.1)] == [0, 0] and choose(0.1, 0.95) > choose(0.1, 0.6)
     costs = PassCosts(SECONDS, 0.2)
     assert costs.draft_step == 0.2 and PassCosts({1: 2.0, 32: 3.0}, 0.2).draft_step == 0.1
-    assert costs.expect(3, 0.5, costs.draft_step).cost > costs.expect(3, 0.5).cost + 0.5
+    assert costs.find_draft_cost(4) == 0.2 * costs.cost(4)
     assert ModelDraftLengths(StepCosts(NOMINAL_COSTS), 0).choose(0, 1, 100, 0.99) <= MODEL_TOKENS_MAX
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from support import tiny_models
 from support.backend.families import ARCHITECTURES, QUANTIZATIONS
-from support.speculation.drafts import AnyLengthCosts
+from support.speculation.drafts import AnyLengthCosts, FixedSpeculation
 from warmline_backend.model.model import ServedModel, load_served_model
 from warmline_backend.speculation.model_drafter import ModelDrafter
 from warmline_backend.speculation.pass_costs import PassCosts
@@ -52,7 +52,8 @@ def load_drafted(family: str, draft: str, root: Path) -> ServedModel:
 def make_model_speculation(served: ServedModel, costs: PassCosts | None = ALWAYS_WORTH_IT) -> Speculation:
     """Speculation with the draft model; `costs` as it takes them."""
     assert served.draft is not None
-    return Speculation(costs, ModelDrafter(served.draft, served.vocabulary_size))
+    model = ModelDrafter(served.draft, served.vocabulary_size)
+    return Speculation(None, model) if costs is None else FixedSpeculation(costs, model)
 
 
 def make_eager_speculation(served: ServedModel, seed: int = 1) -> Speculation:

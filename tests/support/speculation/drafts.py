@@ -6,6 +6,7 @@ from collections.abc import Container, Sequence
 from warmline_backend.speculation.acceptance import Acceptance
 from warmline_backend.speculation.draft import PROMPT_LOOKUP, Draft, DraftSource, TokenHistory
 from warmline_backend.speculation.drafter import Drafter
+from warmline_backend.speculation.model_drafter import ModelDrafter
 from warmline_backend.speculation.pass_costs import DraftOffer, PassCosts, StepCosts
 from warmline_backend.speculation.speculation import GrammarSource, Speculation
 from warmline_backend.structured_output.matcher import Matcher
@@ -17,12 +18,20 @@ class AnyLengthCosts(StepCosts):
     """Costs by which the best draft has any length."""
 
     def __init__(self, chance: random.Random) -> None:
-        super().__init__(PassCosts({1: 1.0}))
+        super().__init__(PassCosts({1: 1.0}), learns=False)
         self._chance = chance
 
     def choose_length(self, known: int, offers: Sequence[DraftOffer], sequences: int, *, by_model: bool = False) -> int:
         longest = max((offer.length for offer in offers), default=0)
         return min(longest, self._chance.randrange(12), 32 - known)
+
+
+class FixedSpeculation(Speculation):
+    """Speculation by given costs alone: how long steps take here changes nothing."""
+
+    def __init__(self, costs: PassCosts, model: ModelDrafter | None = None) -> None:
+        super().__init__(costs, model)
+        self.costs = StepCosts(costs, learns=False)
 
 
 class EarlierTokens:

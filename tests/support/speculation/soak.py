@@ -23,7 +23,7 @@ from support import tiny_models
 from support.backend.engine_driver import EventLog, SchedulerDriver
 from support.backend.families import load_family, make_prompt
 from support.speculation.draft_models import load_drafted, make_eager_speculation
-from support.speculation.drafts import EagerSpeculation, EarlierTokens
+from support.speculation.drafts import EagerSpeculation, EarlierTokens, FixedSpeculation
 from warmline_backend.generation.events import TokenEvent
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.model import ServedModel, load_served_model
@@ -87,9 +87,9 @@ def iter_cases(chance: random.Random) -> Iterator[tuple[str, Case]]:
         words = tuple(chance.sample(range(33, 120), 3))
         yield "earlier tokens, 10 % wrong", Case(prompt, foresee(0.1))
         yield "earlier tokens, half wrong", Case(prompt[1:], foresee(0.5))
-        yield "prediction", Case(prompt[2:], lambda _: Speculation(CHEAP), corrupt)
-        yield "prompt lookup", Case(prompt[3:], lambda _: Speculation(CHEAP), params={"allowed_token_ids": words})
-        yield "grammar", Case(prompt[4:], lambda _: Speculation(CHEAP), form=FORM, params={"ignore_eos": False})
+        yield "prediction", Case(prompt[2:], lambda _: FixedSpeculation(CHEAP), corrupt)
+        yield "prompt lookup", Case(prompt[3:], lambda _: FixedSpeculation(CHEAP), params={"allowed_token_ids": words})
+        yield "grammar", Case(prompt[4:], lambda _: FixedSpeculation(CHEAP), form=FORM, params={"ignore_eos": False})
 
 
 def iter_model_cases(drafted: dict[str, ServedModel], chance: random.Random) -> Iterator[tuple[str, Case]]:

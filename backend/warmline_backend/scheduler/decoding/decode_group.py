@@ -18,7 +18,7 @@ from warmline_backend.kv_cache.codecs import flatten, rebuild
 from warmline_backend.speculation.draft import Draft
 from warmline_backend.speculation.drafter import ProposedDraft
 from warmline_backend.speculation.model_drafter import ModelDrafter
-from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX, PassYield, UsualPass
+from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX, PassYield, StepCosts, UsualPass
 from warmline_common.measurement.scheduling import is_padding_small
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class DecodeGroup:
     sequences: list[Sequence] = field(default_factory=list)
     has_verified: bool = False  # its last step was a pass that verified drafts
     _model_tokens: int = 0  # that the draft model drafted of each sequence for the last step
+    _last_step: tuple[StepCosts, int, float] | None = None  # sequences, and cost of a pass, by PassCosts
     usual: UsualPass | None = None  # of its steps of late; None where nothing is drafted, or before the first step
 
     @classmethod
@@ -195,10 +196,24 @@ class DecodeGroup:
         if (speculation := self.sequences[0].speculation) is None:
             return
         costs, count = speculation.costs, len(self.sequences)
-        cost = costs.passes.cost(count * width) if self.has_verified else costs.cost(count)
-        cost += self._model_tokens * costs.draft_cost(count)
+        if self.has_verified:
+            cost = costs.pass_cost(count, count * width) + self._model_tokens * costs.draft_cost(count)
+        else:
+            cost = costs.cost(count)
         latest = UsualPass(PassYield(tokens, cost), width)
         self.usual = latest if self.usual is None else self.usual.approach(latest)
+        drafting = self._model_tokens * costs.passes.find_draft_cost(count)
+        self._last_step = (costs, count, costs.passes.cost(count * width) + drafting)
+
+    def record_duration(self, seconds: float) -> None:
+        """Record how long the last step took, until its tokens were dispatched."""
+        if self._last_step is None:
+            return
+        costs, sequences, cost = self._last_step
+        if self.has_verified:
+            costs.record_pass(sequences, cost, seconds)
+        else:
+            costs.record_step(sequences, seconds)
 
     def read_sampled(self) -> list[SampledToken]:
         """As `step`, but of the tokens that are sampled already, and without beginning the step after them."""

@@ -28,11 +28,6 @@ class GroupMerger:
         self._queues, self._residents, self._finisher = queues, residents, finisher
         self._costs, self._is_exact = costs, is_exact
 
-    def record_step(self, sequences: int, seconds: float) -> None:
-        """Record the duration of a single step of so many sequences."""
-        if self._costs is not None:
-            self._costs.record(sequences, seconds)
-
     def find_host(self, newcomer: DecodeGroup) -> DecodeGroup | None:
         """The first group to merge `newcomer` into: with little padding, and with room for it and for copies."""
         groups = self._queues.groups
@@ -53,7 +48,7 @@ class GroupMerger:
         count = len(host.sequences) + len(newcomer.sequences)
         together = [self._costs.expect_yield(count)]
         if host.sequences[0].kv.layout.has_rows_alone:  # their drafts go on
-            cost = self._costs.passes.cost(round(count * max(one.width, other.width)))
+            cost = self._costs.pass_cost(count, round(count * max(one.width, other.width)))
             together.append(PassYield(one.average.tokens + other.average.tokens, cost))
         return max(each.speed for each in together) >= (one.average + other.average).speed
 
@@ -107,7 +102,7 @@ def _expect_rest(group: DecodeGroup, costs: StepCosts) -> PassYield:
     if usual.width <= 1:
         return plain
     tokens = usual.average.tokens * count / (count + 1)
-    drafted = PassYield(tokens, costs.passes.cost(round(count * usual.width)))
+    drafted = PassYield(tokens, costs.pass_cost(count, round(count * usual.width)))
     return max(plain, drafted, key=lambda each: each.speed)
 
 
@@ -117,11 +112,6 @@ def _expect_alone(sequence: Sequence, costs: StepCosts) -> UsualPass | None:
         return None
     proposed = propose_draft(sequence, [], is_next_drawn=True)
     if proposed is not None:
-        offer = proposed.offer._replace(is_last_guessed=False)
-        length = costs.choose_length(1, [offer], 1)
-        return UsualPass(costs.passes.expect(length, offer.acceptance), 1 + length)
+        return UsualPass(*costs.expect_pass(proposed.offer))
     by_model = sequence.drafter.offer_by_model() if sequence.drafter is not None else None
-    if by_model is None:
-        return None
-    length = costs.choose_length(1, [by_model], 1, by_model=True)
-    return UsualPass(costs.passes.expect(length, by_model.acceptance, costs.draft_cost(1)), 1 + length)
+    return UsualPass(*costs.expect_pass(by_model, by_model=True)) if by_model is not None else None
