@@ -11,8 +11,8 @@ BATCH_TOKENS_MAX = 128  # of all sequences of a pass that verifies drafts
 GAIN_MIN = 1.1  # of a draft, over none: what it is expected to gain is not known better
 STEP_WEIGHT = 0.1  # of the last step, in the usual duration
 YIELD_WEIGHT = 0.2  # of the last pass, in the usual yield and slowdown
-FORGET_WEIGHT = 0.002  # of none, in the usual slowdown, with each step without drafts: drafts are tried again some day
-SLOWDOWN_MAX = 4.0  # that is taken from one pass: a first one may compile kernels
+FORGET_WEIGHT = 0.002  # of what was measured at first, with each step: what was slow is tried again some day
+SLOWDOWN_MAX = 4.0  # that is taken from one step or pass: a first one may compile kernels
 NOMINAL_SECONDS = {1: 1.0, PASS_TOKENS_MAX: 3.0}  # of a pass in exact mode, where nothing may depend on a clock
 NOMINAL_DRAFT_STEP_S = 0.15
 
@@ -132,11 +132,19 @@ class StepCosts:
 
         Such steps are sent ahead of each other, and so cost less than passes of as many tokens do.
         """
-        if self._learns:
-            usual = self._step_s.get(sequences, seconds)
-            self._step_s[sequences] = usual + STEP_WEIGHT * (seconds - usual)
-            slowdown = self._slowdowns.get(sequences, 1.0)
-            self._slowdowns[sequences] = slowdown + FORGET_WEIGHT * (1.0 - slowdown)
+        if not self._learns:
+            return
+        for count, usual in self._step_s.items():  # what is not seen any more is not known for ever
+            self._step_s[count] = usual + FORGET_WEIGHT * (self._predict_step(count) - usual)
+        for count, slowdown in self._slowdowns.items():
+            self._slowdowns[count] = slowdown + FORGET_WEIGHT * (1.0 - slowdown)
+        usual = self._step_s.get(sequences, self._predict_step(sequences))
+        seen = min(SLOWDOWN_MAX * usual, seconds)
+        self._step_s[sequences] = usual + STEP_WEIGHT * (seen - usual)
+
+    def _predict_step(self, sequences: int) -> float:
+        """Seconds of a step without drafts, by PassCosts and single steps of late."""
+        return self.passes.cost(sequences) * self._step_s[1]
 
     def record_pass(self, sequences: int, cost: float, seconds: float) -> None:
         """Record the duration of a pass that verified drafts, and of `cost` by PassCosts, drafting included."""
@@ -147,8 +155,7 @@ class StepCosts:
 
     def cost(self, sequences: int) -> float:
         """Cost of a step without drafts."""
-        seconds = self._step_s.get(sequences)
-        return self.passes.cost(sequences) if seconds is None else seconds / self._step_s[1]
+        return self._step_s.get(sequences, self._predict_step(sequences)) / self._step_s[1]
 
     def pass_cost(self, sequences: int, tokens: int) -> float:
         """Cost of a pass that verifies drafts, of so many tokens of all its sequences."""

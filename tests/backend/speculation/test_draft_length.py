@@ -62,18 +62,26 @@ def test_drafts_of_a_batch_have_the_best_width_together(costs: PassCosts, others
 def test_duration_of_a_step_is_what_was_seen_of_late() -> None:
     costs = StepCosts(FLAT)
     assert costs.cost(4) == FLAT.cost(4)
-    costs.record_step(4, 2.0)
-    assert costs.cost(4) == 2.0 and costs.cost(3) == FLAT.cost(3)
-    for _ in range(60):
-        costs.record_step(4, 1.0)
-    assert costs.cost(4) == pytest.approx(1.0, abs=0.01)
-    costs.record_step(1, 0.5)
-    assert costs.cost(4) > 1.03, "in single steps"
+    for seconds in (2.0, 1.5):
+        for _ in range(80):
+            costs.record_step(4, seconds)
+        assert costs.cost(4) == pytest.approx(seconds, rel=0.02) and costs.cost(3) == FLAT.cost(3)
+    for _ in range(80):
+        costs.record_step(1, 0.5)
+    assert costs.cost(4) > 2.5, "in single steps"
+    for _ in range(5000):
+        costs.record_step(1, 0.5)
+    assert costs.cost(4) == pytest.approx(FLAT.cost(4), rel=0.02), "what is not seen any more is forgotten"
+
+
+def test_first_step_that_compiles_kernels_keeps_no_sequences_apart() -> None:
+    costs = StepCosts(FLAT)
+    costs.record_step(4, 500.0)
+    assert costs.expect_yield(4).speed > (costs.expect_yield(3) + costs.expect_yield(1)).speed
 
 
 def test_passes_that_take_longer_than_measured_are_left_out_for_a_while() -> None:
     costs, offers = StepCosts(FLAT), [DraftOffer(4, 0.5)] * 4
-    costs.record_step(4, 1.05)
     assert costs.choose_length(1, offers, 4)
     for _ in range(20):
         costs.record_pass(4, FLAT.cost(20), 2.0 * FLAT.cost(20))
@@ -82,7 +90,7 @@ def test_passes_that_take_longer_than_measured_are_left_out_for_a_while() -> Non
     assert costs.choose_length(1, [DraftOffer(4, 0.5)], 1), "so many sequences are what was seen"
     steps = 0
     while not costs.choose_length(1, offers, 4):
-        costs.record_step(4, 1.05)
+        costs.record_step(4, FLAT.cost(4))
         steps += 1
     assert 100 < steps < 2000, "it is tried again"
     costs.record_pass(4, 1.0, 1000.0)

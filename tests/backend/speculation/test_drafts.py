@@ -205,9 +205,8 @@ def check_forms(plain: EventLog, drafted: EventLog) -> None:
 def test_result_says_why_nothing_was_drafted(served: ServedModel) -> None:
     off = SchedulerDriver(served).run(PROMPT, 9).result.timings
     assert off.no_drafts == "speculation is off" and off.passes == 9 and not off.drafts
-    costly = (
-        SchedulerDriver(served, speculation=FixedSpeculation(PassCosts({1: 1.0}))).run(PROMPT * 3, 9).result.timings
-    )
+    driver = SchedulerDriver(served, speculation=FixedSpeculation(PassCosts({1: 1.0})))
+    costly = driver.run(PROMPT * 3, 9).result.timings
     assert costly.no_drafts == "nothing repeated that was worth the time"
     driver = SchedulerDriver(served, speculation=FixedSpeculation(PassCosts({1: 1.0})))
     logs = [driver.submit(make_prompt(50, seed), 30)[1] for seed in (1, 2)]
@@ -215,9 +214,7 @@ def test_result_says_why_nothing_was_drafted(served: ServedModel) -> None:
     assert logs[0].result.timings.no_drafts == "it was decoded in one batch with others"
 
 
-def test_wrong_draft_after_leaving_a_batch_concerns_its_own_sequence(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_draft_after_leaving_a_batch_concerns_its_own_sequence(root: Path) -> None:
     """Some tokens of a recurrent model have to be computed again: those of the sequence that has left."""
     served = load_family("qwen3_5", root)
     prompts = [make_prompt(50, seed) for seed in (1, 2, 3)]
@@ -232,10 +229,8 @@ def test_wrong_draft_after_leaving_a_batch_concerns_its_own_sequence(
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
-def test_sequence_leaves_its_batch_for_drafts_and_comes_back(
-    family: str, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The prediction foresees the middle of one answer.  Only the given costs count, not how long steps take here."""
+def test_sequence_leaves_its_batch_for_drafts_and_comes_back(family: str, root: Path) -> None:
+    """The prediction foresees the middle of one answer."""
     served = load_family(family, root)
     prompts = [make_prompt(50, seed) for seed in (1, 2, 3)]
     plain = [SchedulerDriver(served).run(prompt, 160, logprobs=True) for prompt in prompts]

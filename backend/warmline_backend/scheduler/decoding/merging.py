@@ -71,10 +71,13 @@ class GroupMerger:
                 self._split(self._costs, group)
 
     def _split(self, costs: StepCosts, group: DecodeGroup) -> None:
-        together, rest = _find_usual(group, costs).average, _expect_rest(group, costs)
+        rest = _expect_rest(group, costs)
         for sequence in group.sequences:
             alone = _expect_alone(sequence, costs)
-            if alone is None or (rest + alone.average).speed < SPLIT_GAIN_MIN * together.speed:
+            if alone is None:
+                continue
+            together = _expect_together(group, alone, costs)
+            if (rest + alone.average).speed < SPLIT_GAIN_MIN * together.speed:
                 continue
             if not self._residents.make_room(self._queues.bytes_held + self._queues.bytes_to_remove([sequence])):
                 continue
@@ -93,6 +96,17 @@ class GroupMerger:
 def _find_usual(group: DecodeGroup, costs: StepCosts) -> UsualPass:
     """The usual pass of a group; before its first one, a step without drafts."""
     return group.usual or UsualPass(costs.expect_yield(len(group.sequences)), 1)
+
+
+def _expect_together(group: DecodeGroup, alone: UsualPass, costs: StepCosts) -> PassYield:
+    """Expected yield of a group's passes: as of late, or where all get as many tokens as one would `alone`."""
+    usual = _find_usual(group, costs).average
+    if not group.sequences[0].kv.layout.has_rows_alone:
+        return usual
+    count = len(group.sequences)
+    tokens = max(count - 1 + alone.average.tokens, usual.tokens)
+    drafted = PassYield(tokens, costs.pass_cost(count, round(count * alone.width)))
+    return max(usual, drafted, key=lambda each: each.speed)
 
 
 def _expect_rest(group: DecodeGroup, costs: StepCosts) -> PassYield:
