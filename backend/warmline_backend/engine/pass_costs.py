@@ -35,6 +35,7 @@ def resolve_pass_costs(served: ServedModel, fingerprint: str, folder: Path) -> P
     pairs, drafting = remembered.find(fingerprint), remembered.find(fingerprint + DRAFT_STEP)
     try:
         if pairs is None:
+            log.info("measuring what decode passes cost, once for this model: it may take half a minute on a CPU")
             pairs = measure_seconds(served)
             remembered.remember(fingerprint, pairs)
         if drafting is None and served.draft is not None:

@@ -92,8 +92,8 @@ def check_tokenizers(target: TokenizerWrapper, draft: TokenizerWrapper, target_r
     if differing:
         shown = "; ".join([*differing[:DIFFERENCES_SHOWN_MAX], *["..."][: len(differing) - DIFFERENCES_SHOWN_MAX]])
         raise ModelError(
-            f"its tokenizer is another one than the model's ({len(others):,} tokens, not {len(mine):,}): {shown}; "
-            "choose a draft model of the same family"
+            f"its tokenizer is another one than the model's (of {len(others):,} tokens, the model's of {len(mine):,}): "
+            f"{shown}; choose a draft model of the same family"
         )
     for text in PROBE_TEXTS:
         ids, other_ids = (each.encode(text, add_special_tokens=False) for each in (target, draft))

@@ -192,7 +192,8 @@ def check_fingerprint(facts: Facts) -> Diagnosis | None:
         return None
     roots_max, roots = 1 + facts.keys + facts.settings.key_in_settings, facts.index.roots
     if several := [f"{name} is stored under {count} identities" for name, count in roots.items() if count > roots_max]:
-        seen = f"{_format_some(several)}: its files, its keys, or in exact mode the libraries, have changed"
+        changed = "its files, its keys, kv_bits, the draft model, or in exact mode the libraries"
+        seen = f"{_format_some(several)}: {changed}, have changed"
         return Diagnosis(WARN, seen, "old data is evicted in time; at once: `cachectl purge --older-than 7d`")
     return Diagnosis(OK, "nothing stored belongs to an earlier state of a model")
 

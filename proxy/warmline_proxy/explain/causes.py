@@ -143,8 +143,8 @@ CAUSES = {
         " a purge."
     ),
     "other-model": Cause(
-        "What is stored belongs to another model: its weights, configuration, adapter, KV quantization or code changed,"
-        " or in exact mode mlx did.",
+        "What is stored belongs to another model: its weights, configuration, adapter, draft model, KV quantization or"
+        " code changed, or in exact mode mlx did.",
         "If this was not intended, undo it; the other one's data is evicted in time, or purged.",
     ),
     "other-key": Cause(
