@@ -84,5 +84,9 @@ def test_measured_costs_are_told_without_reading_weights(
     assert found[1][1].endswith(
         "; a token of the draft model takes 0.10 of a pass: its drafts pay where 35% of their tokens are right"
     )
+    assert len(found) == 2
+    remembered.remember(both + DRAFT_STEP, [(1, 0.02)])
+    level, what = examine(folder, home, draft_model=str(draft))[1][2]
+    assert level is FindingLevel.WARN and "will not be asked" in what
     (models / "digests.json").unlink()
     assert examine(folder, home)[1] == [], "nothing is read for it"
