@@ -137,7 +137,7 @@ class BatchRowsCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """Add the sequences of another cache."""
         both = (self, other)
         rows = max(each.count_buffer_rows() for each in both)
-        for name in ("keys", "values") if rows else ():
+        for name in ("keys", "values") if any(each.keys is not None for each in both) else ():
             like = next(getattr(each, name) for each in both if getattr(each, name) is not None)
             halves = [each._pad(getattr(each, name), like, rows) for each in both]
             setattr(self, name, tree_map(lambda one, two: mx.concatenate([one, two]), *halves))

@@ -109,6 +109,9 @@ class Codec:
         """Copy of a leaf, for tokens that are dropped afterwards; the leaf stays as it is."""
         return copy.deepcopy(leaf)
 
+    def share_buffers(self, leaf: Any, scratch: Any) -> None:
+        """Let a leaf have the buffers of its scratch copy, where its own rows are in them, so that no copy is made."""
+
     def extract_sequence(self, leaf: Any, i: int) -> Any:
         """Sequence `i` of a batch as a batched form of its own (evaluated by the caller)."""
         return self.to_batched(leaf.extract(i))
@@ -167,6 +170,9 @@ class RowsCodec(Codec):
     def make_scratch(self, leaf: BatchRowsCache) -> BatchRowsCache:
         """Copy with the leaf's own buffers: rows are written behind its last one."""
         return copy.copy(leaf)
+
+    def share_buffers(self, leaf: BatchRowsCache, scratch: BatchRowsCache) -> None:
+        leaf.keys, leaf.values = scratch.keys, scratch.values
 
     def reserve_rows(self, leaf: BatchRowsCache, rows: int) -> None:
         """Grow the buffers to `rows` rows, all or none of them."""

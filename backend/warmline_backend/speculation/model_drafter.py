@@ -35,12 +35,14 @@ class ModelDrafter:
         `following`, which have no rows yet.  The cache stays as it is.
         """
         layout = self._draft.layout
-        own = (leaf for _, leaf in flatten(self._draft.select_layers(layers)))
-        scratch = (leaf.codec.make_scratch(held) for leaf, held in zip(layout.leaves, own, strict=True))
-        drafting = rebuild(layout.template, scratch)
+        own = [leaf for _, leaf in flatten(self._draft.select_layers(layers))]
+        scratch = [leaf.codec.make_scratch(held) for leaf, held in zip(layout.leaves, own, strict=True)]
+        drafting = rebuild(layout.template, iter(scratch))
         tokens, drafted = mx.array([list(row) for row in following]), []
         for _ in range(count):
             logits = self._draft.compute(tokens, drafting)[:, -1, : self._vocabulary_size]
+            for leaf, held, written in zip(layout.leaves, own, scratch, strict=True):
+                leaf.codec.share_buffers(held, written)
             tokens = mx.argmax(logits, axis=-1, keepdims=True)
             mx.async_eval(tokens)  # type: ignore[no-untyped-call]  # while the graph of the next one is made
             drafted.append(tokens)
@@ -71,9 +73,9 @@ class ModelDraftLengths:
         most = min(most, MODEL_TOKENS_MAX)
         length = self.choose_best(known, most, acceptance, sequences)
         self._is_trial = not length and position >= self._next_trial
-        if self._is_trial and self.choose_best(known, TRIAL_TOKENS, TRIAL_ACCEPTANCE, sequences):
-            return min(most, TRIAL_TOKENS)
-        return length
+        if not self._is_trial:
+            return length
+        return self.choose_best(known, min(most, TRIAL_TOKENS), TRIAL_ACCEPTANCE, sequences)
 
     def choose_best(self, known: int, most: int, acceptance: float, sequences: int = 1) -> int:
         """Length that is best by what is known, where all sequences of a batch draft alike; 0 for none."""

@@ -134,21 +134,26 @@ class StepCosts:
         """
         if not self._learns:
             return
-        for count, usual in self._step_s.items():  # what is not seen any more is not known for ever
-            self._step_s[count] = usual + FORGET_WEIGHT * (self._predict_step(count) - usual)
-        for count, slowdown in self._slowdowns.items():
-            self._slowdowns[count] = slowdown + FORGET_WEIGHT * (1.0 - slowdown)
+        self._forget()
         usual = self._step_s.get(sequences, self._predict_step(sequences))
         seen = min(SLOWDOWN_MAX * usual, seconds)
         self._step_s[sequences] = usual + STEP_WEIGHT * (seen - usual)
 
     def _predict_step(self, sequences: int) -> float:
-        """Seconds of a step without drafts, by PassCosts and single steps of late."""
-        return self.passes.cost(sequences) * self._step_s[1]
+        """Seconds of a step without drafts, by PassCosts; of several sequences also by single steps of late."""
+        return self.passes.cost(sequences) * (self._step_s[1] if sequences > 1 else self.passes.step_s)
+
+    def _forget(self) -> None:
+        """Go back a little to what was measured: what is slow is avoided, and not seen any more."""
+        for count, usual in self._step_s.items():
+            self._step_s[count] = usual + FORGET_WEIGHT * (self._predict_step(count) - usual)
+        for count, slowdown in self._slowdowns.items():
+            self._slowdowns[count] = slowdown + FORGET_WEIGHT * (1.0 - slowdown)
 
     def record_pass(self, sequences: int, cost: float, seconds: float) -> None:
         """Record the duration of a pass that verified drafts, and of `cost` by PassCosts, drafting included."""
         if self._learns:
+            self._forget()
             usual = self._slowdowns.get(sequences, 1.0)
             seen = min(SLOWDOWN_MAX, max(1 / SLOWDOWN_MAX, seconds / (cost * self.passes.step_s)))
             self._slowdowns[sequences] = usual + YIELD_WEIGHT * (seen - usual)

@@ -118,6 +118,18 @@ def test_empty_caches_join(bits: int) -> None:
     assert one.size() == 3 and one.offset.tolist() == [0, 0, 3]
 
 
+def test_sequence_without_rows_joins() -> None:
+    nothing, filled = make_batch([1], [3], 0), make_batch([2], [5], 0)
+    nothing.drop_last([3])
+    alone = nothing.extract(0)
+    assert alone.count_buffer_rows() == 0 and not alone.empty()
+    other = nothing.extract(0)
+    alone.extend(other)
+    alone.extend(filled)
+    alone.update_and_fetch(*make_rows(3, 3, 1))
+    assert alone.lengths == (1, 1, 6)
+
+
 def test_keys_without_values_are_kept() -> None:
     batch = make_batch([1, 2], [3, 5], 0)
     keys_alone = BatchFloatKVCache([0])

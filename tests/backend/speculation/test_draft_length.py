@@ -78,6 +78,10 @@ def test_first_step_that_compiles_kernels_keeps_no_sequences_apart() -> None:
     costs = StepCosts(FLAT)
     costs.record_step(4, 500.0)
     assert costs.expect_yield(4).speed > (costs.expect_yield(3) + costs.expect_yield(1)).speed
+    costs.record_step(1, 500.0)
+    for _ in range(3000):  # drafts look good beside such a step, and nothing else is seen
+        costs.record_pass(1, FLAT.cost(3), FLAT.cost(3))
+    assert costs.pass_cost(1, 3) == pytest.approx(FLAT.cost(3), rel=0.02)
 
 
 def test_passes_that_take_longer_than_measured_are_left_out_for_a_while() -> None:

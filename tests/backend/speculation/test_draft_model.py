@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from support.backend.engine_driver import EventLog, SchedulerDriver, cut_chain, make_loader, save_segments
@@ -17,6 +18,7 @@ from support.speculation.draft_models import (
 )
 from support.word_check import FixedCheck, WordCheck, repeats_word
 from warmline_backend.generation.sequence import GenerationRequest
+from warmline_backend.kv_cache.batch_prefill import prefill_batch
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler import prefill
@@ -135,6 +137,25 @@ def test_draft_model_drafts_for_all_of_a_batch(root: Path) -> None:
         following = [*prompt, *log.generated, 7, 8, 9]
         warm = driver.run(following, 8, resident=log.result.resident, reuse=len(following) - 3)
         assert warm.tokens == single.run(following, 8).tokens
+
+
+def test_drafts_of_unlike_lengths_copy_no_rows(root: Path) -> None:
+    """Beside the new rows, nothing as large as the draft model's KV is made."""
+    served = load_drafted("llama", INEXACT, root)
+    model = make_model_speculation(served).model
+    assert model is not None and served.draft is not None
+    kvs = [served.make_kv(journals=False) for _ in range(2)]
+    prefill_batch(served.model, kvs, [make_prompt(40), make_prompt(31)])
+    own = served.draft.select_layers(kvs[0].layers)
+    for held in own:
+        held.reserve_rows(1 << 16)
+    mx.eval([held.state for held in own])
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    proposed = model.propose(kvs[0].layers, [[5], [6]], 4)
+    assert mx.get_peak_memory() - before < own[0].nbytes / 4
+    assert model.propose(kvs[0].layers, [[5], [6]], 4) == proposed and own[0].lengths == (40, 31)
 
 
 @pytest.mark.parametrize(("family", "draft"), UNLIKE)

@@ -13,7 +13,7 @@ from warmline_backend.speculation.model_drafter import (
     TRIAL_TOKENS,
     ModelDraftLengths,
 )
-from warmline_backend.speculation.pass_costs import NOMINAL_COSTS, PassCosts, StepCosts
+from warmline_backend.speculation.pass_costs import NOMINAL_COSTS, PASS_TOKENS_MAX, PassCosts, StepCosts
 
 SECONDS = {1: 1.0, 32: 1.3}
 
@@ -75,3 +75,9 @@ def test_step_of_the_draft_model_is_measured_and_remembered(root: Path, tmp_path
     older = resolve_pass_costs(served, "f" * 64, tmp_path)
     assert older is not None and older.step_s == costs.step_s and older.draft_step > 0
     assert find_pass_costs("a" * 64, tmp_path) is None
+
+
+def test_trial_is_no_longer_than_a_pass_may_be() -> None:
+    lengths = make_lengths(0.01)
+    assert [lengths.choose(1000, 1, 100, 0.0, sequences) for sequences in (1, 32, 48, 64)] == [4, 3, 1, 1]
+    assert lengths.choose(1000, PASS_TOKENS_MAX - 1, 100, 0.0) <= 1
