@@ -33,7 +33,7 @@ WRITING = set("wax+")
 PLAIN_READS = {
     # a model's folder
     "backend/warmline_backend/doctor/files.py": {"_find_snapshot", "_read_json_object", "read_shard"},
-    "backend/warmline_backend/model/fingerprint.py": {"_compute", "_hash_sources", "compute_fingerprint"},
+    "backend/warmline_backend/model/fingerprint.py": {"_compute", "_hash_sources", "compute_fingerprint", "has"},
     "backend/warmline_backend/import_structure.py": {"define_cached"},  # beside transformers' own bytecode
     "backend/warmline_common/logging.py": {"_open", "_open_private"},  # to write
     "backend/warmline_common/process/exit_codes.py": {"discard_output", "open_closed_streams"},  # /dev/null

@@ -19,7 +19,7 @@ CHUNKS = (20, 20, 5)  # more than the windows of 32; the second one makes buffer
 ROOM_TOKENS = 64
 EVALUATIONS_MAX = 100
 OUT_OF_MEMORY = "[malloc] Unable to allocate 11811160064 bytes."
-EVERY_FAMILY = [*FAMILIES, "mamba2", "baichuan_m1"]
+EVERY_FAMILY = [*FAMILIES, "quantized_apart", "mamba2", "baichuan_m1"]
 
 Rows = dict[str, bytes]
 

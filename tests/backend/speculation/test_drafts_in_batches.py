@@ -142,9 +142,10 @@ def run_with_predictions(
 
 def test_batch_drafts_together_where_wide_passes_cost_little(served: ServedModel) -> None:
     logs, sizes = run_with_predictions(served, CHEAP, run_alone(served))
-    assert 3 in sizes
-    assert [log.result.timings.passes for log in logs] <= [10, 61, 10]
-    assert logs[0].result.timings.shared_passes >= 2 and logs[2].result.timings.shared_passes >= 2
+    assert max(sizes) >= 2
+    for log in (logs[0], logs[2]):
+        assert log.result.timings.passes <= 10 and log.result.timings.drafts["prediction"].accepted > 40
+    assert logs[1].result.timings.shared_passes
 
 
 def test_foreseen_answer_is_decoded_apart_where_each_token_costs_a_pass(served: ServedModel) -> None:

@@ -20,7 +20,7 @@ QUANTIZATIONS = {"quantized": make_quantization(8, 32), "quantized_apart": make_
 ARCHITECTURES = {"quantized": "llama", "quantized_apart": "llama_wide"}
 FAMILIES = ["llama", "qwen3_5", "gemma3", "glm_moe_dsa", "falcon_h1"]
 if not mx.cuda.is_available():  # mlx has no kernel there for these quantized shapes
-    FAMILIES += ["quantized", "quantized_apart"]
+    FAMILIES.append("quantized")
 
 
 class DequantizedKVCache(KVCache):  # type: ignore[misc]  # mlx-lm has no types

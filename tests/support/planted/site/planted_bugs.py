@@ -133,7 +133,9 @@ def find_other_segment(loader: Any, link: Any) -> Any:
 
 
 def leave_caches(real: Any, self: Any) -> Any:
-    """Keep the caches that the failed step has left in the sequences."""
+    """Keep the caches that the failed step has left in the sequences: it failed after the first layer."""
+    first = self.batch.prompt_cache[0]
+    first.set_lengths([length + 1 for length in first.lengths])
     for sequence in self.sequences:
         sequence.kv.layers = list(self.batch.prompt_cache)
     return real(self)
