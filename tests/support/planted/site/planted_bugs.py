@@ -133,9 +133,9 @@ def find_other_segment(loader: Any, link: Any) -> Any:
 
 
 def leave_caches(real: Any, self: Any) -> Any:
-    """Keep the caches that the failed step has left in the sequences: it failed after the first layer."""
+    """Keep the caches that a failed step has left: the first layer's keys were not computed."""
     first = self.batch.prompt_cache[0]
-    first.set_lengths([length + 1 for length in first.lengths])
+    first.keys = first.keys * 0
     for sequence in self.sequences:
         sequence.kv.layers = list(self.batch.prompt_cache)
     return real(self)
