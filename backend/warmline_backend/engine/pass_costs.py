@@ -23,7 +23,7 @@ RUNS = 2  # of which the faster counts: the first may compile kernels
 STEPS = 4  # in a row
 CONTEXT_TOKENS = 64
 DRAFT_STEPS = 8
-PASS_S_MAX = 2.0  # wider passes are not measured where one takes longer
+PASS_S_MAX = 0.5  # wider passes are not measured where one takes longer: they are taken to lie on the same line
 
 DRAFT_STEP = " draft"  # behind the fingerprint of both models
 WidthSeconds = tuple[int, float]  # tokens of a pass, and its duration
