@@ -1,4 +1,4 @@
-"""How far quantized KV moves a model's answers from those of its KV as computed.
+"""Distance of a model's answers with quantized KV from those with its KV as computed.
 
 Prompts are cut out of ordinary text: prose and Python sources that are on every machine.  For each format:
 

@@ -99,7 +99,7 @@ def list_backend_flags(command: Command) -> list[str]:
     return command.arguments[len(module_arguments(BACKEND_MODULE)) :]
 
 
-def standby_command(environment: Mapping[str, str]) -> Command:
+def make_standby_command(environment: Mapping[str, str]) -> Command:
     """Process that becomes a backend once it is given its flags."""
     return Command("standby", [*module_arguments(BACKEND_MODULE), STANDBY_FLAG], _make_variables(environment), 0.0)
 

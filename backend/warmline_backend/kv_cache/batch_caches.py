@@ -55,7 +55,8 @@ class BatchRowsCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Half, Half]:
         """Add rows [sequences, heads, count, width], and return those of all, as long as the longest."""
         added, start = keys.shape[2], self.lengths
-        end, has_room = max(start) + added, max(start) + added <= self.count_buffer_rows()
+        end = max(start) + added
+        has_room = end <= self.count_buffer_rows()  # of both halves: the first one grows before the second
         places = None if self._are_equally_long else self._find_places(added)
         for name, rows in (("keys", keys), ("values", values)):
             encoded, held = self._encode(name, rows), getattr(self, name)
@@ -163,8 +164,7 @@ class BatchRowsCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
 
     def reserve_rows(self, rows: int) -> None:
         """Grow the buffers to `rows` rows, all or none of them; evaluated."""
-        grown = [_map(half, lambda part: _grow(part, rows)) for half in (self.keys, self.values)]
-        self.keys, self.values = grown
+        self.keys, self.values = (_map(half, lambda part: _grow(part, rows)) for half in (self.keys, self.values))
 
     def _change_parts(self, change: Callable[[mx.array], mx.array]) -> None:
         if self.keys is not None:

@@ -1,4 +1,4 @@
-"""Shares of the memory, as the backends are told.  Event loop thread; callers hold the keeper's memory lock."""
+"""Shares of the memory, and their way to the backends.  Event loop thread; callers hold the keeper's memory lock."""
 
 import asyncio
 import logging
@@ -46,28 +46,32 @@ class MemoryShares:
         budgets = divide_memory({name: replace(each, can_shrink=False) for name, each in present.items()}, total, first)
         grown = {name: replace(each, kv_bytes=budgets[name]) for name, each in present.items()}
         usable = divide_usable_bytes(grown, total)
-        await self._tell({name: self._make_lower_share(name, self._models[name].kv_bytes, usable) for name in grown})
+        await self._send_shares(
+            {name: self._make_lower_share(name, self._models[name].kv_bytes, usable) for name in grown}
+        )
         if all(self._models[name].claimed_bytes <= usable[name] for name in grown):
-            await self._tell({name: MemoryShare(kv_bytes=budgets[name], usable_bytes=usable[name]) for name in grown})
+            await self._send_shares(
+                {name: MemoryShare(kv_bytes=budgets[name], usable_bytes=usable[name]) for name in grown}
+            )
 
     async def _lower(self, holders: Holders, added: Holders, total: int) -> None:
         """Have the loaded models take no more than `holders` leave them; none gets more."""
         usable = divide_usable_bytes(holders, total)
         loaded = [name for name in holders if name not in added]
-        await self._tell({name: self._make_lower_share(name, holders[name].kv_bytes, usable) for name in loaded})
+        await self._send_shares({name: self._make_lower_share(name, holders[name].kv_bytes, usable) for name in loaded})
 
     def _make_lower_share(self, name: str, kv_bytes: int, usable: Mapping[str, int]) -> MemoryShare:
         return MemoryShare(kv_bytes=kv_bytes, usable_bytes=min(usable[name], self._models[name].usable_bytes))
 
-    async def _tell(self, shares: Mapping[str, MemoryShare]) -> None:
+    async def _send_shares(self, shares: Mapping[str, MemoryShare]) -> None:
         """Set shares of loaded models, all at once."""
-        await asyncio.gather(*(self._tell_one(self._models[name], share) for name, share in shares.items()))
+        await asyncio.gather(*(self._send_share(self._models[name], share) for name, share in shares.items()))
 
-    async def _tell_one(self, model: KeptModel, share: MemoryShare) -> None:
+    async def _send_share(self, model: KeptModel, share: MemoryShare) -> None:
         """Set a share.  Where the answer is lost, the larger one counts: it may be in force."""
-        state, starts, told = model.process.state, model.process.state.starts, (share.kv_bytes, share.usable_bytes)
-        is_told = model.is_share_sure and told == (model.kv_bytes, model.usable_bytes)
-        if state.stage is not ModelStage.LOADED or is_told or model.name in self._silent:
+        state, starts, wanted = model.process.state, model.process.state.starts, (share.kv_bytes, share.usable_bytes)
+        is_sent = model.is_share_sure and wanted == (model.kv_bytes, model.usable_bytes)
+        if state.stage is not ModelStage.LOADED or is_sent or model.name in self._silent:
             return
         usable_bytes, is_sure = share.usable_bytes, True
         try:

@@ -16,6 +16,7 @@ from support.speculation.draft_models import (
     make_eager_speculation,
     make_model_speculation,
 )
+from support.speculation.drafts import check_cancelled_answer
 from support.word_check import FixedCheck, WordCheck, repeats_word
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.kv_cache.batch_prefill import prefill_batch
@@ -83,20 +84,10 @@ def test_draft_model_reads_the_rows_of_the_conversation(family: str, draft: str,
 
 @pytest.mark.parametrize(("family", "draft"), UNLIKE)
 def test_cancelled_answer_keeps_rows_of_its_tokens(family: str, draft: str, root: Path) -> None:
-    served = load_drafted(family, draft, root)
-    plain = SchedulerDriver(load_family(family, root)).run(PROMPT, ANSWER)
+    served, reference = load_drafted(family, draft, root), load_family(family, root)
+    plain = SchedulerDriver(reference).run(PROMPT, ANSWER).tokens
     for steps in (3, 6, 9):
-        driver = SchedulerDriver(served, speculation=make_eager_speculation(served, steps))
-        name, log = driver.submit(PROMPT, ANSWER)
-        for _ in range(steps):
-            driver.step()
-        driver.scheduler.cancel(name)
-        kv = driver.scheduler.residents.find_kv(log.result.resident)
-        assert log.generated == plain.tokens[: len(log.generated)] == log.tokens
-        assert kv is not None and kv.tokens == [*PROMPT, *log.generated]
-        following = [*PROMPT, *log.generated, 7, 8, 9]
-        warm = driver.run(following, 5, resident=log.result.resident, reuse=kv.length)
-        assert warm.tokens == SchedulerDriver(load_family(family, root)).run(following, 5).tokens
+        check_cancelled_answer(served, reference, PROMPT, plain, make_eager_speculation(served, steps), steps)
 
 
 @pytest.mark.parametrize(("family", "draft"), UNLIKE)

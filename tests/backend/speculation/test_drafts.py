@@ -8,7 +8,7 @@ import pytest
 
 from support.backend.engine_driver import EventLog, SchedulerDriver
 from support.backend.families import FAMILIES, get_tolerance, load_family, make_prompt
-from support.speculation.drafts import EagerSpeculation, EarlierTokens, FixedSpeculation
+from support.speculation.drafts import EagerSpeculation, EarlierTokens, FixedSpeculation, check_cancelled_answer
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
@@ -102,17 +102,7 @@ def test_cancelled_answer_keeps_rows_of_its_tokens(family: str, root: Path) -> N
     earlier = EarlierTokens()
     earlier.learn([*PROMPT, *plain.tokens])
     for steps in range(3, 12):
-        driver = SchedulerDriver(served, speculation=EagerSpeculation(earlier, seed=steps))
-        name, log = driver.submit(PROMPT, ANSWER)
-        for _ in range(steps):
-            driver.step()
-        driver.scheduler.cancel(name)
-        kv = driver.scheduler.residents.find_kv(log.result.resident)
-        assert log.generated == plain.tokens[: len(log.generated)] == log.tokens
-        assert kv is not None and kv.tokens == [*PROMPT, *log.generated]
-        following = [*PROMPT, *log.generated, 7, 8, 9]
-        warm = driver.run(following, 5, resident=log.result.resident, reuse=kv.length)
-        assert warm.tokens == SchedulerDriver(served).run(following, 5).tokens
+        check_cancelled_answer(served, served, PROMPT, plain.tokens, EagerSpeculation(earlier, seed=steps), steps)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3"])

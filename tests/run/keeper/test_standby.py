@@ -22,7 +22,7 @@ WAIT_S = 30.0
 
 
 @pytest.fixture(autouse=True)
-def _standby_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def start_standby_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_STANDBY_DELAY_S", "0")
 
 

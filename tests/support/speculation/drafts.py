@@ -3,6 +3,8 @@
 import random
 from collections.abc import Container, Sequence
 
+from support.backend.engine_driver import SchedulerDriver
+from warmline_backend.model.model import ServedModel
 from warmline_backend.speculation.acceptance import Acceptance
 from warmline_backend.speculation.draft import PROMPT_LOOKUP, Draft, DraftSource, TokenHistory
 from warmline_backend.speculation.drafter import Drafter
@@ -70,6 +72,31 @@ class EarlierTokensSource:
 
     def _corrupt(self, token: int) -> int:
         return self._chance.randrange(self._vocabulary) if self._chance.random() < self._corruption else token
+
+
+def check_cancelled_answer(
+    served: ServedModel,
+    reference: ServedModel,
+    prompt: list[int],
+    plain: list[int],
+    speculation: Speculation,
+    steps: int,
+) -> None:
+    """Cancel an answer after some steps: it keeps the rows of its tokens, and the next turn continues them.
+
+    `plain`: the answer of single steps.  `reference`: the model that computes the next turn cold.
+    """
+    driver = SchedulerDriver(served, speculation=speculation)
+    name, log = driver.submit(prompt, len(plain))
+    for _ in range(steps):
+        driver.step()
+    driver.scheduler.cancel(name)
+    kv = driver.scheduler.residents.find_kv(log.result.resident)
+    assert log.generated == plain[: len(log.generated)] == log.tokens
+    assert kv is not None and kv.tokens == [*prompt, *log.generated]
+    following = [*prompt, *log.generated, 7, 8, 9]
+    warm = driver.run(following, 5, resident=log.result.resident, reuse=kv.length)
+    assert warm.tokens == SchedulerDriver(reference).run(following, 5).tokens
 
 
 class EagerSpeculation(Speculation):

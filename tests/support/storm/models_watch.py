@@ -130,7 +130,7 @@ class ModelsWatch(threading.Thread):
         held = sum(model.weight_bytes + self.step_bytes[model.name] + model.kv_bytes for model in holders)
         self.memory_share_max = max(self.memory_share_max, held / reply.memory_bytes)
         if held > reply.memory_bytes:
-            self._tell(f"models hold {held} of {reply.memory_bytes} bytes: {holders}")
+            self._add_problem(f"models hold {held} of {reply.memory_bytes} bytes: {holders}")
 
     def _check_used(self, before: ModelStatus, after: ModelStatus, used: int) -> None:
         """Check a backend's own figure; a budget that was changed meanwhile counts as the larger one."""
@@ -138,7 +138,7 @@ class ModelsWatch(threading.Thread):
             budget = max(before.kv_bytes, after.kv_bytes)
             self.kv_share_max = max(self.kv_share_max, used / budget)
             if used > budget:
-                self._tell(f"{before.name} has {used} bytes of KV, more than its budget: {before}, then {after}")
+                self._add_problem(f"{before.name} has {used} bytes of KV, more than its budget: {before}, then {after}")
 
     def _check_pins(self, reply: ModelsReply) -> None:
         """Check that a pinned model's process was started again after kills of ours alone, and is never stopped."""
@@ -149,13 +149,13 @@ class ModelsWatch(threading.Thread):
             with self.lock:
                 kills = self._kills[key]
             if model.starts > 1 + kills:
-                self._tell(f"{model.name} is pinned and was started {model.starts} times, after {kills} kills")
+                self._add_problem(f"{model.name} is pinned and was started {model.starts} times, after {kills} kills")
             if key in self._was_loaded and model.stage not in RUNNING:
-                self._tell(f"{model.name} is pinned and {model.stage}")
+                self._add_problem(f"{model.name} is pinned and {model.stage}")
             if model.stage is ModelStage.LOADED:
                 self._was_loaded.add(key)
 
-    def _tell(self, problem: str) -> None:
+    def _add_problem(self, problem: str) -> None:
         if (kind := problem.split(" of ")[0][:40]) not in self._told:
             self._told.add(kind)
             self.log.add_problem(problem)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from warmline_common.process import exit_codes
 from warmline_common.process.keeper_pipes.standby import RELEASE_LINE, encode_order
 from warmline_run.keeper.backends.backend_process import BackendProcess, start_backend
-from warmline_run.processes import Command, list_backend_flags, standby_command
+from warmline_run.processes import Command, list_backend_flags, make_standby_command
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class ProcessStarter:
                 self._standby.close()
             try:
                 self._standby = await start_backend(
-                    standby_command(self._environment), self._pipe, VARIABLES, has_input=True
+                    make_standby_command(self._environment), self._pipe, VARIABLES, has_input=True
                 )
             except OSError as error:
                 log.warning("no process could be started ahead of the next load: %s", error)
