@@ -11,7 +11,6 @@ from support.backend.engine_driver import EventLog, SchedulerDriver
 from support.backend.families import FAMILIES, compute_cold, get_tolerance, load_family, make_prompt
 from warmline_backend.kv_cache.batch_prefill import takes_padding
 from warmline_backend.model.model import ServedModel
-from warmline_backend.scheduler import prefill
 from warmline_backend.scheduler.scheduler import FAILED_STEPS_MAX
 from warmline_common.protocol.tokens import unpack_tokens
 
@@ -33,12 +32,6 @@ class RecordingModel:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
-
-
-@pytest.fixture(autouse=True)
-def _largest_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute as many prompts together as may be, whatever this machine's speed."""
-    monkeypatch.setattr(prefill, "choose_batch_size", len)
 
 
 def make_driver(

@@ -22,7 +22,6 @@ from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.kv_cache.batch_prefill import prefill_batch
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
-from warmline_backend.scheduler import prefill
 from warmline_backend.speculation.draft import DRAFT_MODEL
 from warmline_backend.speculation.speculation import Speculation
 from warmline_backend.structured_output.compiler import GrammarCompiler
@@ -150,8 +149,7 @@ def test_drafts_of_unlike_lengths_copy_no_rows(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "draft"), UNLIKE)
-def test_prompts_of_a_batch(family: str, draft: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "choose_batch_size", len)
+def test_prompts_of_a_batch(family: str, draft: str, root: Path) -> None:
     prompts = [make_prompt(length, seed) for seed, length in enumerate((60, 52, 64), start=1)]
     single = SchedulerDriver(load_family(family, root))
     plain = [single.run(prompt, 20) for prompt in prompts]
