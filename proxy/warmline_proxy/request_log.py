@@ -136,6 +136,7 @@ class RequestLog:
             decode_passes=timings.passes,
             drafted_tokens=sum(count.drafted for count in timings.drafts.values()),
             accepted_tokens=sum(count.accepted for count in timings.drafts.values()),
+            accepted_by_source={source: count.accepted for source, count in timings.drafts.items()},
             no_drafts=timings.no_drafts,
             queue_s=sum_waits(waits),
             waits=waits,

@@ -296,7 +296,8 @@ class Scheduler(QueueFigures):
             seconds = time.monotonic() - began
             self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
             self._record_decode(sequences, counts.total(), seconds)
-            group.record_duration(seconds)
+            if len(group.sequences) == sequences:  # else it includes what the ends of sequences took
+                group.record_duration(seconds)
 
     def _record_decode(self, sequences: int, tokens: int, seconds: float) -> None:
         self._record_turn(seconds)

@@ -93,7 +93,9 @@ def _format_ttft(record: RequestRecord) -> str:
 def _format_decoding(record: RequestRecord) -> str:
     text = f"decoded {format_count(record.generated_tokens, 'token')} in {format_count(record.decode_passes, 'step')}"
     if record.drafted_tokens:
-        return f"{text}; {record.accepted_tokens:,} of {format_count(record.drafted_tokens, 'draft token')} were right"
+        drafted = format_count(record.drafted_tokens, "draft token")
+        sources = ", ".join(f"{count:,} by {printable(source)}" for source, count in record.accepted_by_source.items())
+        return f"{text}; {record.accepted_tokens:,} of {drafted} were right{f' ({sources})' if sources else ''}"
     return f"{text}; no drafts: {printable(record.no_drafts)}" if record.no_drafts else text
 
 

@@ -174,6 +174,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     decode_passes: int = 0  # that computed the answer
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of those drafted
+    accepted_by_source: dict[str, int] = {}  # the same, for each source that drafted some
     no_drafts: str = ""  # why nothing was drafted
     queue_s: float = 0.0  # from the arrival until the engine began to work on it, without `restore_s`
     waits: dict[str, float] = {}  # the same, by reason (see protocol/waits.py), and what it waited for in its prefill

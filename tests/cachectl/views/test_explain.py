@@ -67,6 +67,16 @@ def test_reason_is_shown_only_where_more_could_be_reused(reason: str, cause: str
             "decoded 11 tokens in 8 steps; 3 of 6 draft tokens were right\n",
         ),
         (
+            {
+                "generated_tokens": 2000,
+                "decode_passes": 900,
+                "drafted_tokens": 1500,
+                "accepted_tokens": 1100,
+                "accepted_by_source": {"grammar": 1100, "prompt_lookup": 0},
+            },
+            "1,100 of 1,500 draft tokens were right (1,100 by grammar, 0 by prompt_lookup)\n",
+        ),
+        (
             {"generated_tokens": 1, "decode_passes": 1, "no_drafts": "speculation is off"},
             "decoded 1 token in 1 step; no drafts: speculation is off\n",
         ),

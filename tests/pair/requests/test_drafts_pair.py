@@ -48,6 +48,8 @@ def test_prediction_changes_no_answer_and_is_counted(warm_pair: Pair) -> None:
     record = next(each for each in pair.requests() if each["id"] == request_id)
     assert record["generated_tokens"] == 80 and 0 < record["accepted_tokens"] <= record["drafted_tokens"]
     assert record["decode_passes"] == 80 - record["accepted_tokens"]
+    by_source = record["accepted_by_source"]
+    assert by_source["prediction"] > 40 and sum(by_source.values()) == record["accepted_tokens"]
     assert read_accepted(pair) - before == record["accepted_tokens"]
     explained = pair.cachectl("explain", record["id"])
     assert explained["request"]["accepted_tokens"] == record["accepted_tokens"]

@@ -120,6 +120,8 @@ function numbers(request) {
   if (request.decode_passes) {
     more.push(["tokens a step", (request.generated_tokens / request.decode_passes).toFixed(2)]);
     more.push(["drafted", `${count(request.drafted_tokens)} tokens, ${count(request.accepted_tokens)} right`]);
+    const sources = Object.entries(request.accepted_by_source);
+    if (sources.length) more.push(["right by", sources.map(([source, right]) => `${source}: ${count(right)}`).join(", ")]);
     if (request.no_drafts) more.push(["no drafts", request.no_drafts]);
   }
   if (request.key) more.push(["client key", request.key]);
