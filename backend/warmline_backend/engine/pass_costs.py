@@ -11,7 +11,7 @@ import msgspec
 from warmline_backend.engine.remembered import RememberedMeasurements
 from warmline_backend.model.drafted_model import DraftModel
 from warmline_backend.model.model import ServedModel
-from warmline_backend.speculation.model_drafter import ModelDrafter
+from warmline_backend.speculation.model_drafter import ModelDrafter, is_worth_asking
 from warmline_backend.speculation.pass_costs import BATCH_TOKENS_MAX, PassCosts
 from warmline_common.protocol.messages import convert
 
@@ -45,10 +45,16 @@ def resolve_pass_costs(served: ServedModel, fingerprint: str, folder: Path) -> P
         log.warning("decode passes can't be timed, and nothing is drafted: %s", error)
         return None
     log.info("seconds of a decode pass by its tokens: %s", ", ".join(f"{n}: {seconds:.4f}" for n, seconds in pairs))
-    draft_step_s = drafting[0][1] if drafting and served.draft is not None else 0.0
-    if draft_step_s:
-        log.info("seconds of a token of the draft model: %.4f", draft_step_s)
-    return PassCosts(dict(pairs), draft_step_s)
+    costs = PassCosts(dict(pairs), drafting[0][1] if drafting and served.draft is not None else 0.0)
+    if costs.draft_step:
+        log.info("a token of the draft model takes %.2f of a decode pass", costs.draft_step)
+        if not is_worth_asking(costs):
+            log.warning(
+                "the draft model will not be asked for drafts, since a token of it takes %.2f of a decode pass of the "
+                "model; its KV is computed all the same: choose a smaller one, or leave draft_model out",
+                costs.draft_step,
+            )
+    return costs
 
 
 def find_pass_costs(fingerprint: str, folder: Path) -> PassCosts | None:

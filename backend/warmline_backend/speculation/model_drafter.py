@@ -12,12 +12,17 @@ import mlx.core as mx
 
 from warmline_backend.kv_cache.codecs import flatten, rebuild
 from warmline_backend.model.drafted_model import DraftModel
-from warmline_backend.speculation.pass_costs import DraftOffer, StepCosts
+from warmline_backend.speculation.pass_costs import DraftOffer, PassCosts, StepCosts
 
 MODEL_TOKENS_MAX = 16  # of a draft
 TRIAL_TOKENS = 4  # of a draft that is tried though none is worth it by what is known
 TRIAL_ACCEPTANCE = 0.9  # nothing is tried where not even this many right tokens would be worth it
 PAUSE_TOKENS_MIN, PAUSE_TOKENS_MAX = 64, 1024  # between two trials: it doubles with each that fails
+
+
+def is_worth_asking(costs: PassCosts) -> bool:
+    """True where TRIAL_ACCEPTANCE would gain something; else the draft model of these costs is never asked."""
+    return bool(costs.choose_length(1, [DraftOffer(TRIAL_TOKENS, TRIAL_ACCEPTANCE)], token_cost=costs.draft_step))
 
 
 class ModelDrafter:

@@ -4,8 +4,10 @@ import itertools
 import json
 from pathlib import Path
 
+import pytest
+
 from support.speculation.draft_models import INEXACT, load_drafted
-from warmline_backend.engine.pass_costs import find_pass_costs, resolve_pass_costs
+from warmline_backend.engine.pass_costs import DRAFT_STEP, find_pass_costs, remember_pass_costs, resolve_pass_costs
 from warmline_backend.speculation.model_drafter import (
     MODEL_TOKENS_MAX,
     PAUSE_TOKENS_MAX,
@@ -75,6 +77,20 @@ def test_step_of_the_draft_model_is_measured_and_remembered(root: Path, tmp_path
     older = resolve_pass_costs(served, "f" * 64, tmp_path)
     assert older is not None and older.step_s == costs.step_s and older.draft_step > 0
     assert find_pass_costs("a" * 64, tmp_path) is None
+
+
+def test_draft_model_that_is_never_asked_is_reported_at_the_start(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = load_drafted("llama", INEXACT, root)
+    for draft_step, is_reported in ((0.1, False), (0.8, True)):
+        caplog.clear()
+        remembered = remember_pass_costs(tmp_path)
+        remembered.remember("f" * 64, [(1, 1.0), (2, 1.02), (3, 1.05)])
+        remembered.remember("f" * 64 + DRAFT_STEP, [(1, draft_step)])
+        resolve_pass_costs(served, "f" * 64, tmp_path)
+        assert ("will not be asked for drafts, since a token of it takes 0.80" in caplog.text) == is_reported
+        assert list_trials(make_lengths(draft_step), 100, is_right=True) != [] or is_reported
 
 
 def test_trial_is_no_longer_than_a_pass_may_be() -> None:

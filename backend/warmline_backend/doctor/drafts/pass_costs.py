@@ -9,7 +9,7 @@ from warmline_backend.doctor.settings import DoctorSettings
 from warmline_backend.engine.pass_costs import find_pass_costs
 from warmline_backend.model.drafted_model import DraftModel
 from warmline_backend.model.fingerprint import compute_fingerprint, has_digests
-from warmline_backend.speculation.model_drafter import MODEL_TOKENS_MAX, TRIAL_ACCEPTANCE, TRIAL_TOKENS
+from warmline_backend.speculation.model_drafter import MODEL_TOKENS_MAX, is_worth_asking
 from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX, DraftOffer, PassCosts
 from warmline_common.settings.table import get_default
 from warmline_common.storage.home import Home
@@ -25,7 +25,7 @@ def check_pass_costs(
     with suppress(OSError, ValueError):  # other checks say what is wrong with the files
         if (costs := _find_costs(folder, cache, settings, draft.path if draft is not None else None)) is not None:
             findings.ok(_describe_costs(costs))
-            if draft is not None and not _find_trial_length(costs):
+            if draft is not None and not is_worth_asking(costs):
                 findings.warn(
                     "the draft model takes too long beside the model, and will not be asked for drafts",
                     "choose a smaller one, or leave draft_model out",
@@ -42,11 +42,6 @@ def _find_costs(
     quantization, dtype = settings.kv_quantization, cache.weight.dtype
     fingerprint = compute_fingerprint(folder, adapter, quantization, dtype, models, draft_path=draft_path)
     return find_pass_costs(fingerprint, models)
-
-
-def _find_trial_length(costs: PassCosts) -> int:
-    """Length of the draft by which the server tries a draft model; 0 where it never does."""
-    return costs.choose_length(1, [DraftOffer(TRIAL_TOKENS, TRIAL_ACCEPTANCE)], token_cost=costs.draft_step)
 
 
 def _describe_costs(costs: PassCosts) -> str:
