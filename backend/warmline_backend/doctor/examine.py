@@ -64,6 +64,7 @@ class Examination:
             ("--kv-boundary-bits", settings.kv_boundary_bits if settings.kv_bits else 0, 0),
             ("--chat-template-args", settings.chat_template_args, defaults.chat_template_args),
             ("--adapter-path", settings.adapter_path, ""),
+            ("--speculation", settings.speculation, defaults.speculation),
             ("--draft-model", settings.draft_model, ""),
         ]
         words = [word for flag, value, default in options if value != default for word in (flag, str(value))]
@@ -106,15 +107,26 @@ class Examination:
             self.cache = self._run("cache", f"the cache of {subject}", check_cache, self.weights.model, settings)
         if self.weights is None or self.cache is None:
             return
-        both, draft = (self.weights, self.cache), None
+        both = (self.weights, self.cache)
+        if settings.speculation == "off":
+            self._run("drafts", "the settings", _check_speculation_off, settings)
+        else:
+            both = self._check_drafts(folder, tokenizer, self.weights, self.cache)
+        self.plan = self._run("memory", f"what a step of {subject} takes", _check_memory, *both, settings)
+
+    def _check_drafts(
+        self, folder: Path, tokenizer: TokenizerWrapper | None, weights: LazyModel, cache: CacheSummary
+    ) -> tuple[LazyModel, CacheSummary]:
+        """Check the draft model and what drafts cost; returns model and cache, those of the draft model included."""
+        settings, draft = self.settings, None
         if settings.draft_model and tokenizer is not None:
             what = f"the draft model {settings.draft_model}"
-            draft = self._run("drafts", what, check_draft_model, settings, tokenizer, self.weights, self.cache)
-        if draft is not None and not self.cache.layout.problem:
-            both = add_draft_model(*both, draft)
+            draft = self._run("drafts", what, check_draft_model, settings, tokenizer, weights, cache)
         if draft is not None or not settings.draft_model:
-            self._run("drafts", "the costs of passes", check_pass_costs, folder, self.cache, settings, draft)
-        self.plan = self._run("memory", f"what a step of {subject} takes", _check_memory, *both, settings)
+            self._run("drafts", "the costs of passes", check_pass_costs, folder, cache, settings, draft)
+        if draft is None or cache.layout.problem:
+            return weights, cache
+        return add_draft_model(weights, cache, draft)
 
     def _run(
         self, area: str, subject: str, check: Callable[Concatenate[Findings, P], T], *args: P.args, **options: P.kwargs
@@ -149,6 +161,16 @@ def _check_adapter(findings: Findings, path: str) -> None:
     for name in ADAPTER_FILES if path else ():
         if not (Path(path) / name).is_file():
             findings.fail(f"the adapter's folder {path} has no {name}", "give the folder that mlx_lm.lora has written")
+
+
+def _check_speculation_off(findings: Findings, settings: DoctorSettings) -> None:
+    if settings.draft_model:
+        findings.warn(
+            f"the draft model {settings.draft_model} is not loaded: speculation is off",
+            "leave out draft_model, or speculation = off",
+        )
+    else:
+        findings.ok("nothing is drafted: speculation is off")
 
 
 def _refuse_custom_code(findings: Findings) -> None:

@@ -24,6 +24,7 @@ class DoctorSettings:
     kv_boundary_bits: Value = 0
     chat_template_args: str = "{}"
     adapter_path: str = ""
+    speculation: str = "auto"
     draft_model: str = ""
     trust_remote_code: bool = False
 

@@ -128,7 +128,7 @@ _ROWS = (
             omit_zero=True),
     Setting("kv_boundary_bits", 0, quantization.parse_bits, "BITS", BACKEND_DOCTOR,
             "bits of these layers, as in `kv_bits`; groups are those of `kv_group_size`", omit_zero=True),
-    Setting("speculation", "auto", parsers.make_choice_parser("auto", "off"), "WHEN", BACKEND,
+    Setting("speculation", "auto", parsers.make_choice_parser("auto", "off"), "WHEN", BACKEND_DOCTOR,
             "draft tokens that an answer may go on with, and check several in one pass, which changes no answer: "
             "`auto` where that is faster; `off`: never"),
     Setting("draft_model", "", parsers.parse_optional_model, "MODEL", BACKEND_DOCTOR,

@@ -36,6 +36,19 @@ def test_memory_of_both_models_is_counted(tiny_folder: FolderOf, tmp_path: Path)
     assert both.serve_command.endswith(f"--draft-model {draft}")
 
 
+def test_draft_model_takes_nothing_with_speculation_off(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    folder, draft = tiny_folder("llama", tools=True), tiny_folder("gemma3")
+    alone, _ = examine(folder, tmp_path)
+    off, ((level, what),) = examine(folder, tmp_path, draft_model=str(draft), speculation="off")
+    assert level is FindingLevel.WARN and what == f"the draft model {draft} is not loaded: speculation is off"
+    assert alone.plan is not None and off.plan is not None
+    assert off.plan.load == alone.plan.load
+    assert off.serve_command.endswith(f"--speculation off --draft-model {draft}")
+    assert examine(folder, tmp_path, speculation="off")[1] == [
+        (FindingLevel.OK, "nothing is drafted: speculation is off")
+    ]
+
+
 def test_recurrent_draft_model_is_warned_of(tiny_folder: FolderOf, tmp_path: Path) -> None:
     _, found = examine(tiny_folder("llama", tools=True), tmp_path, draft_model=str(tiny_folder("qwen3_5")))
     assert [level for level, _ in found] == [FindingLevel.OK, FindingLevel.WARN]
