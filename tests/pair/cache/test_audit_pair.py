@@ -11,7 +11,7 @@ from warmline_backend.kv_cache.segment_io import RawTensor, write_segment_file
 from warmline_common.storage.segment_file import read_header, read_tokens
 
 MODES = {"fast": "llama", "exact": "qwen3_5"}
-STEP = 64
+STEP = 32
 AGREES = {"fast": ("equal", "within"), "exact": ("equal",)}
 WORDS = "The harbour lies in the fog, the ships wait for the tide, and nobody on the pier says a word. "
 # What a turn is made of: enough to be sooner read from disk than computed, and in exact mode to reach over the grid.

@@ -140,7 +140,7 @@ def scene(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> It
 def prepare_talks(scene: KillScene) -> None:
     pair = scene.pair
     for model in (NEW, OLD):
-        messages: list[Message] = [{"role": "user", "content": f"remember this for {model}: " + "x1y2 " * 100}]
+        messages: list[Message] = [{"role": "user", "content": f"remember this for {model}: " + "x1y2 " * 500}]
         first = pair.chat(messages, model=model, **ANSWER)  # loads it
         messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "and then?"}]
         cold = pair.ask_cold(model, messages, **ANSWER)

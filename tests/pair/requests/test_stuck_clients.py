@@ -13,6 +13,7 @@ from support.pair.waiting import wait_until
 
 STUCK = 8
 # Much to send for each token: the answer fills all buffers between the engine and a client that reads nothing.
+FLAGS = ("--running-count-max", str(STUCK), "--receive-timeout-s", "600")
 LONG = {"max_tokens": 300, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20}
 
 
@@ -36,7 +37,7 @@ def test_eight_stuck_clients_do_not_slow_a_ninth(tiny_folder: FolderOf, tmp_path
     """Eight that read nothing hold all places until the engine is done with them, and none after that; eight that
     stop in the midst of their bodies hold none at all.
     """
-    with Pair(tmp_path / "home", tiny_folder("llama"), "--running-count-max", str(STUCK)) as pair, ExitStack() as stuck:
+    with Pair(tmp_path / "home", tiny_folder("llama"), *FLAGS) as pair, ExitStack() as stuck:
         for number in range(STUCK):
             stuck.enter_context(connect_and_send(pair, b"".join(make_request(number))))
         wait_until(lambda: pair.proxy_status()["lives"] == STUCK, "they all come in")

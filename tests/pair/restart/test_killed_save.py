@@ -101,7 +101,7 @@ def test_kill_9_during_a_save(family: str, moments: list[Moment], tiny_folder: F
     answer = {"max_tokens": 8, "ignore_eos": True}
     messages: list[Message] = [{"role": "system", "content": "".join(RANDOM.choices("abcdefgh", k=SYSTEM_TOKENS))}]
     durable = b""
-    with Pair(tmp_path / "home", tiny_folder(family), "--prefill-step-size", "4096") as pair:
+    with Pair(tmp_path / "home", tiny_folder(family), "--prefill-step-size", "16") as pair:
         for turn, moment in enumerate(moments):
             killed = False
             for attempt in range(ATTEMPTS_MAX):

@@ -196,11 +196,12 @@ async def test_stalled_body_returns_408(tmp_path: Path) -> None:
 
 @on_loop
 async def test_slow_body_is_read(tmp_path: Path) -> None:
-    async with run_server(tmp_path, receive_timeout_s=0.5) as (_, connect):
+    """Longer in all than the limit for a pause."""
+    async with run_server(tmp_path, receive_timeout_s=2.0) as (_, connect):
         client = await connect()
         client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n")
         for _ in range(15):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.15)
             client.send("x")
         status, headers, body = await client.read_response()
         assert (status, body) == (200, {"bytes": 15}) and headers.get("connection") != "close"
@@ -363,11 +364,12 @@ async def test_keepalive_options(tmp_path: Path) -> None:
 
 @on_loop
 async def test_idle_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "IDLE_TIMEOUT_S", 0.1)
     async with run_server(tmp_path, receive_timeout_s=0.4) as (server, connect):
         silent, busy, used = await connect(), await connect(), await connect()
         busy.get("/hold")
+        await server.held.wait()
         assert (await used.request("/echo"))[0] == 200
+        monkeypatch.setattr(connections, "IDLE_TIMEOUT_S", 0.1)
         assert await silent.is_closed() and await used.is_closed()
         server.released.set()
         assert (await busy.read_response())[2] == {"held": True}
@@ -387,13 +389,14 @@ async def test_send_timeout(tmp_path: Path, path: str) -> None:
 @pytest.mark.parametrize("path", ["/flood", "/lump"])
 @on_loop
 async def test_slow_reader_gets_whole_response(tmp_path: Path, path: str) -> None:
-    async with run_server(tmp_path, send_timeout_s=0.5) as (_, connect):
+    """Longer in all than the limit for a pause."""
+    async with run_server(tmp_path, send_timeout_s=2.0) as (_, connect):
         client, count = await connect(receive_buffer_bytes=4096), 0
         client.get(f"{path}?bytes=300000", "Connection: close\r\n")
         await client.reader.readuntil(b"\r\n\r\n")
         while piece := await client.reader.read(4_000):
             count += piece.count(b"x")
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.03)
         assert count == 300_000
 
 

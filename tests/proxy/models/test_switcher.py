@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -357,10 +358,12 @@ async def test_pinned_model_that_fails_has_no_other_unloaded(tmp_path: Path, mon
 
 @on_loop
 async def test_idle_time_begins_anew_with_a_proxy(tmp_path: Path) -> None:
-    async with run_models(tmp_path, TWO, 20, ("large", "small"), configs={"small": {"idle_s": 0.5}}) as harness:
+    began, idle_s = time.monotonic(), 0.5
+    async with run_models(tmp_path, TWO, 20, ("large", "small"), configs={"small": {"idle_s": idle_s}}) as harness:
         await harness.wait_for_keeper()
-        assert (await harness.ask("large")).status == 200 and harness.keeper.calls == []
+        assert (await harness.ask("large")).status == 200
         await harness.keeper.wait_for_call("unload small")
+        assert harness.keeper.calls == ["unload small"] and time.monotonic() - began >= idle_s
 
 
 @on_loop

@@ -197,7 +197,7 @@ async def test_request_queued_behind_stuck_engine_ends_within_its_stall_limit(
 async def test_queue_timeout_returns_503_with_retry_after(tmp_path: Path) -> None:
     async with run_proxy(tmp_path, running_count_max=1, queue_timeout_s=0.2) as proxy:
         proxy.backend.hold_after = 1
-        first = asyncio.create_task(proxy.chat())
+        first = asyncio.create_task(proxy.chat(headers={"X-Warmline-Queue-Timeout": "0"}))
         await proxy.backend.holding.wait()
         second = await proxy.chat("Another one")
         assert second.status == 503 and second.headers["Retry-After"].isdigit()

@@ -27,9 +27,10 @@ async def test_json_heartbeat_is_whitespace(tmp_path: Path) -> None:
 
 @on_loop
 async def test_json_failure_after_heartbeat_aborts_connection(tmp_path: Path) -> None:
-    async with run_proxy(tmp_path, heartbeat_after_s=0.1, total_timeout_s=0.5) as proxy:
+    async with run_proxy(tmp_path, heartbeat_after_s=0.1) as proxy:
         proxy.backend.hold_after = 0
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=BODY) as answer:
+            proxy.pass_total_timeouts()  # a heartbeat has begun the answer
             with pytest.raises(aiohttp.ClientPayloadError):
                 await answer.read()
         (record,) = await proxy.wait_until_saved()

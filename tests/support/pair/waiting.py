@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from support.pair.pair import POLL_S, Pair
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 def wait_until(condition: Callable[[], bool], problem: str, limit_s: float = LIMIT_S) -> None:
