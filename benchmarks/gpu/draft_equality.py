@@ -220,6 +220,7 @@ def compare_model(
             served, answer, EagerSpeculation(earlier, corruption=share, seed=chance.randrange(1 << 30)), tally
         )
         mx.clear_cache()
+        print(f"    {served.name}: {' | '.join(tally.format_cells())}", flush=True)  # so far, should a limit end it
         if tally.tokens >= tokens or time.monotonic() > end:
             return tally
     raise AssertionError("no shares")
