@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,8 +174,8 @@ def check_pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> Non
     browser.press("Enter")
     browser.wait("document.querySelector('#dialog').open")
     browser.run("document.querySelector('#dialog-do').click()")
+    browser.wait("document.querySelector('#said').textContent.startsWith('Purged 1 conversation')")
     browser.wait(f"!({row})")
-    assert "Purged 1 conversation" in browser.run("document.querySelector('#said').textContent")
     assert [each["id"] for each in pair.cachectl("inspect")["sessions"]] == [kept["id"]]
 
 
@@ -235,13 +236,12 @@ STATUS = """{
 )
 def test_problems_are_shown_in_words(browser: Chromium, pair: Pair, change: str, state: str, text: str) -> None:
     open_dashboard(browser, pair)
-    changed = f"const status = {STATUS}; status.{change}; page.showStatus(status)"
-    browser.run(f"import('/admin/overview.js').then((page) => {{ {changed} }})")
-    assert browser.run("document.querySelector('#state').dataset.state") == state
-    assert browser.run("document.querySelector('#state').textContent") == text
-    keeps = "off" if "Ready" in text else "on"
-    assert browser.run("document.querySelector('#facts [data-key=persistence] dd').textContent") == keeps
-    assert browser.run("looks.faint()") == []
+    found = browser.run(f"""import('/admin/overview.js').then((page) => {{
+        const status = {STATUS}; status.{change}; page.showStatus(status);
+        const find = (selector) => document.querySelector(selector);
+        return [find('#state').dataset.state, find('#state').textContent,
+            find('#facts [data-key=persistence] dd').textContent, looks.faint()]; }})""")  # at once: the page polls
+    assert found == [state, text, "off" if "Ready" in text else "on", []]
 
 
 def test_purged_request_is_not_explained(browser: Chromium, pair: Pair) -> None:
@@ -320,18 +320,28 @@ def test_running_requests_show_progress(browser: Chromium, pair: Pair) -> None:
     live = """{id: "a", endpoint: "chat", client_model: "m", client_session: "<b>s</b>", phase: "prefilling",
         source: "restored", age_s: 3, queue_s: 0, restore_s: 0, ttft_s: 0, prompt_tokens: 20000, reused_tokens: 4000,
         prefilled_tokens: 5000}"""
-    browser.run(f"import('/admin/overview.js').then((page) => page.showStatus({{...{STATUS}, live: [{live}]}}))")
-    assert browser.run("document.querySelector('#live .who').textContent") == "<b>s</b>"
-    assert browser.run("document.querySelector('#live .phase').textContent") == "prefilling, 3 s"
-    assert browser.run("document.querySelector('#live .amount').textContent") == "5,000 of 20k tokens, 4,000 restored"
-    assert browser.run("document.querySelector('#live [role=progressbar]').ariaValueNow") == "5000"
-    widths = browser.run("[...document.querySelectorAll('#live .bar i')].map((each) => each.style.width)")
-    assert widths == ["20%", "5%"], "reused and computed"
-    live = f"{{...{live}, phase: 'waiting', source: 'shared', prompt_tokens: 0, choices: 2}}"
-    browser.run(f"import('/admin/overview.js').then((page) => page.showStatus({{...{STATUS}, live: [{live}]}}))")
-    assert browser.run("document.querySelector('#live .phase').textContent") == "waiting for another's prefill, 3 s"
-    assert browser.run("document.querySelector('#live .amount').textContent") == "2 choices"
-    assert not browser.run("document.querySelector('#live .bar').checkVisibility()")
+    assert show_live(browser, live) == {
+        "who": "<b>s</b>",
+        "phase": "prefilling, 3 s",
+        "amount": "5,000 of 20k tokens, 4,000 restored",
+        "value": "5000",
+        "widths": ["20%", "5%"],  # reused and computed
+        "bar": True,
+    }
+    shown = show_live(browser, f"{{...{live}, phase: 'waiting', source: 'shared', prompt_tokens: 0, choices: 2}}")
+    assert (shown["phase"], shown["amount"]) == ("waiting for another's prefill, 3 s", "2 choices")
+    assert not shown["bar"]
+
+
+def show_live(browser: Chromium, live: str) -> Any:
+    """Show one running request; what the page then says of it, read at once: the page polls."""
+    return browser.run(f"""import('/admin/overview.js').then((page) => {{
+        page.showStatus({{...{STATUS}, live: [{live}]}});
+        const find = (selector) => document.querySelector(`#live ${{selector}}`);
+        return {{
+            who: find(".who").textContent, phase: find(".phase").textContent, amount: find(".amount").textContent,
+            value: find("[role=progressbar]").ariaValueNow, bar: find(".bar").checkVisibility(),
+            widths: [...document.querySelectorAll("#live .bar i")].map((each) => each.style.width) }}; }})""")
 
 
 def test_requests_with_same_name_have_own_rows(browser: Chromium, pair: Pair) -> None:

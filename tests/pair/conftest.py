@@ -29,6 +29,7 @@ def agent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def agent_pair(agent_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Pair with the trained model; begin conversations with unique words, as with `warm_pair`."""
     with Pair(tmp_path_factory.mktemp("agents"), agent_folder, "--prefill-step-size", "512") as pair:
+        pair.warm_up_restores()
         yield pair
 
 

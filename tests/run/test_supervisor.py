@@ -141,7 +141,7 @@ def test_child_that_ignores_killed_serve_is_killed() -> None:
 
 
 def test_child_is_killed_after_its_grace_period() -> None:
-    with start_supervisor("stubborn", "0.3") as serve:
+    with start_supervisor("stubborn", "3") as serve:
         wait_until_up(serve)
         serve.process.terminate()
         serve.wait_for("^backend stopping$")
@@ -156,6 +156,6 @@ def test_second_signal_kills_children() -> None:
         serve.process.send_signal(signal.SIGINT)
         serve.wait_for("^backend stopping$")
         serve.process.send_signal(signal.SIGINT)
-        serve.wait_for("the backend doesn't end; killing it", timeout_s=5)
+        serve.wait_for("the backend doesn't end; killing it", timeout_s=20)
         serve.wait_for_silence()
         assert serve.process.wait() == 0

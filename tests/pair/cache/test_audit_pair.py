@@ -27,6 +27,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 def pair(mode: str, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     flags = ["--reuse", mode, "--prefill-step-size", str(STEP), "--audit-fraction", "1", "--audit-quiet-s", "0"]
     with Pair(tmp_path_factory.mktemp(mode), tiny_folder(MODES[mode]), *flags) as pair:
+        pair.warm_up_restores()
         yield pair
 
 

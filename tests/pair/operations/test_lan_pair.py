@@ -11,7 +11,7 @@ from support.pair.pair import FolderOf, Pair, Reply, send_request
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
 
-TALE = "A stranger came to the village and told us the following. " * 12
+TALE = "A stranger came to the village and told us the following. " * 24
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def test_keys_have_separate_persistent_caches(tiny_folder: FolderOf, tmp_path: P
     with open_umask():
         home.segments.mkdir(parents=True)
         (home.root / "warmline.toml").touch()
-        pair = Pair(home.root, tiny_folder("llama"), "--lan", "--log-files")
+        pair = Pair(home.root, tiny_folder("llama"), "--lan", "--log-files", "--prefill-step-size", "16")
         with pair:
             assert pair.wait_for_log_line(r"^(ready|also) .*\.local:")
             assert f"cachectl key show --home {home.root})" in pair.wait_for_log_line("^curl ")

@@ -36,7 +36,7 @@ def main(name: str, port: int, manner: str) -> None:
             sys.exit(0)
 
     signal.signal(signal.SIGTERM, stop)
-    watch_parent(0.2 if manner == "stubborn" else 10.0)
+    watch_parent(2.0 if manner == "stubborn" else 10.0)
     server = HTTPServer(("127.0.0.1", port), ReadyHandler)
     print_line(
         f"{name} up {os.getpid()} key={os.environ.get('WARMLINE_CLIENT_KEY')} keeper={os.environ.get('WARMLINE_AGENT')}"
