@@ -22,6 +22,7 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 _ALL_TOKENS = 1 << 31
 _SEED_BITS = 64
+_UNIFORM_MIN = 2.0**-33  # below the least number above 0 that mlx draws
 LIKELIEST_MAX = 32  # tokens listed in `FirstLogits`
 LOGPROB_MIN = -9999.0  # OpenAI's for a token that could not be drawn
 
@@ -82,16 +83,25 @@ class SeededSampler:
             logprobs = sample_utils.apply_min_p(logprobs, params.min_p)
         if 0 < params.top_k < logprobs.shape[-1]:
             logprobs = sample_utils.apply_top_k(logprobs, params.top_k)
-        scaled: mx.array = logprobs * (1.0 / params.temperature)
-        rows = (
-            mx.random.categorical(scaled[row : row + 1], key=self._make_key(self.position + row))
-            for row in range(scaled.shape[0])
-        )
-        return mx.concatenate(list(rows))
+        scaled: mx.array = logprobs.astype(mx.float32) * (1.0 / params.temperature)
+        rows, vocabulary = scaled.shape
+        keys = (self._make_key(self.position + row) for row in range(rows))
+        return draw_tokens(scaled, mx.stack([mx.random.uniform(shape=(vocabulary,), key=key) for key in keys]))
 
     def _make_key(self, position: int) -> mx.array:
         key: mx.array = mx.random.key(xxhash.xxh3_64_intdigest(self._seed + position.to_bytes(8, "little")))
         return key
+
+
+def draw_tokens(logits: mx.array, uniform: mx.array) -> mx.array:
+    """Draw a token [rows] from each row of logits [rows, vocabulary]; `uniform`: numbers of [0, 1) of the same shape.
+
+    Each token waits for a time, exponentially distributed with its probability as the rate; the first one is drawn.  So
+    a rounding error changes a draw only where two are nearly first.  `mx.random.categorical` adds probabilities up, and
+    an error of the sum moves the draw to the token with the next id: in a batch a seed then gives another text.
+    """
+    times = -mx.log1p(-mx.maximum(uniform, _UNIFORM_MIN))  # of rate 1
+    return mx.argmax(logits - mx.log(times), axis=-1)
 
 
 def make_processors(

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from numpy.typing import NDArray
 
+from warmline_backend.generation import sampling
 from warmline_backend.generation.sampling import (
     Sampler,
     SamplerFault,
@@ -69,6 +70,23 @@ def test_rows_drawn_together_are_those_drawn_one_by_one() -> None:
         assert several(logprobs).tolist() == one_by_one and several.position == 6
         several.position -= 4
         assert several(logprobs[2:]).tolist() == one_by_one[2:]
+
+
+def test_rounding_changes_no_draw() -> None:
+    """A pass of another width rounds otherwise.  Sums over many unlikely tokens differ by more than one of them."""
+    tail = np.random.default_rng(1).normal(-14.0, 1.0, 50_000)
+    for seed in range(300):
+        logits, rounded = (mx.array([[likely, *tail]], mx.float32) for likely in (-4.0, -4.0 + 4e-6))
+        drawn, other = (build_sampler(seed=seed)(each).item() for each in (logits, rounded))
+        assert drawn == other
+
+
+def test_draws_hold_at_the_ends_of_random_numbers() -> None:
+    """A token without probability is never drawn, and no number of [0, 1) draws one that has next to none."""
+    least, most = 0.0, float(np.nextafter(np.float32(1.0), np.float32(0.0)))
+    logits = mx.array([[-mx.inf, 0.0, -mx.inf], [-mx.inf, -30.0, 0.0]])
+    for first in (least, 0.5, most):
+        assert sampling.draw_tokens(logits, mx.array([[least, first, most], [least, least, 0.5]])).tolist() == [1, 2]
 
 
 def compute_chi_square(counts: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:

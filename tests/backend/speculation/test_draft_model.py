@@ -184,7 +184,7 @@ def test_words_are_drawn_again(family: str, draft: str, root: Path) -> None:
         assert constraint is not None
         checks: Any = FixedCheck(WordCheck(served.tokenizer, repeats_word))
         driver, log = SchedulerDriver(served, speculation=speculation), EventLog()
-        wanted = GenerationParams(max_tokens=300, temperature=1.0, seed=3)
+        wanted = GenerationParams(max_tokens=300, temperature=1.0, seed=7)
         matcher = grammars.create_matcher(replace(constraint, checks=checks))
         driver.scheduler.submit(GenerationRequest("w", PROMPT, wanted, log.events.append, matcher=matcher))
         driver.run_until(lambda: log.is_ended)
