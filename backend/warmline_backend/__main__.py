@@ -217,7 +217,10 @@ def _make_scheduler(
     """Load the model and make its scheduler on the engine thread, where all mlx arrays have to be made."""
     draft_path = config.draft_model if config.speculation != "off" else ""
     if draft_path != config.draft_model:
-        log.warning("the draft model %s is not loaded: speculation is off", config.draft_model)
+        log.warning(
+            'the draft model %s is not loaded: speculation is off; leave out draft_model, or speculation = "off"',
+            config.draft_model,
+        )
     served = load_served_model(
         config.model,
         config.served_name,

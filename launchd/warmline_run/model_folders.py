@@ -9,6 +9,7 @@ from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
 from warmline_common.settings.table import DEMO_MODEL
 
 NEAR_COUNT_MAX = 3
+FOLDER_ADVICE = "give a model's folder, or a repository's name as owner/model"
 
 
 def check_model_folders(config: ResolvedConfig) -> None:
@@ -31,7 +32,7 @@ def _check_model_folder(name: str, label: str) -> None:
         if name == DEMO_MODEL or (path / "config.json").is_file():
             return
         if path.exists():
-            raise ConfigurationError(f"{label}: not a model's folder, it has no config.json")
+            raise ConfigurationError(f"{label}: not a model's folder, it has no config.json; {FOLDER_ADVICE}")
         if name.startswith((".", "/")) or name.count("/") != 1:
             raise ConfigurationError(f"{label}: there is no such folder; {_suggest_folders(path)}")
 
@@ -39,4 +40,4 @@ def _check_model_folder(name: str, label: str) -> None:
 def _suggest_folders(path: Path) -> str:
     folders = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
     near = [str(path.with_name(each)) for each in get_close_matches(path.name, folders, NEAR_COUNT_MAX)]
-    return f"near it: {', '.join(near)}" if near else "give a model's folder, or a repository's name as owner/model"
+    return f"near it: {', '.join(near)}" if near else FOLDER_ADVICE

@@ -14,10 +14,11 @@ from support.run.warmline_command import invoke_warmline, run_warmline
 @pytest.mark.parametrize("command", ["serve", "backend"])
 def test_missing_model_folder_is_found_before_a_start(command: str, tmp_path: Path) -> None:
     (tmp_path / "qwen3-8b").mkdir()
+    advice = "give a model's folder, or a repository's name as owner/model"
     expected = {
         "qwen3-8B": f"there is no such folder; near it: {tmp_path}/qwen3-8b",
-        "qwen3-8b": "not a model's folder, it has no config.json",
-        "zzz": "there is no such folder; give a model's folder, or a repository's name as owner/model",
+        "qwen3-8b": f"not a model's folder, it has no config.json; {advice}",
+        "zzz": f"there is no such folder; {advice}",
     }
     for name, reason in expected.items():
         model = str(tmp_path / name)

@@ -167,7 +167,7 @@ def _check_speculation_off(findings: Findings, settings: DoctorSettings) -> None
     if settings.draft_model:
         findings.warn(
             f"the draft model {settings.draft_model} is not loaded: speculation is off",
-            "leave out draft_model, or speculation = off",
+            'leave out draft_model, or speculation = "off"',
         )
     else:
         findings.ok("nothing is drafted: speculation is off")

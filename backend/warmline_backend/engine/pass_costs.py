@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 FILE = "pass_costs.json"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, BATCH_TOKENS_MAX)
-RUNS = 2  # of which the faster counts: the first may compile kernels
+RUNS = 3  # of which the fastest counts: the first may compile kernels, and the machine may do other work
 STEPS = 4  # in a row
 CONTEXT_TOKENS = 64
 DRAFT_STEPS = 8
@@ -50,8 +50,8 @@ def resolve_pass_costs(served: ServedModel, fingerprint: str, folder: Path) -> P
         log.info("a token of the draft model takes %.2f of a decode pass", costs.draft_step)
         if not is_worth_asking(costs):
             log.warning(
-                "the draft model will not be asked for drafts, since a token of it takes %.2f of a decode pass of the "
-                "model; its KV is computed all the same: choose a smaller one, or leave draft_model out",
+                "the draft model is too slow to gain anything: a token of it takes %.2f of a decode pass, by what was "
+                "measured; its KV is computed all the same: choose a smaller one, or leave draft_model out",
                 costs.draft_step,
             )
     return costs

@@ -31,6 +31,7 @@ PROBE_CHUNK_TOKENS = 8  # of the probe
 CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
 FLOATS_COARSEST_FIRST = ("bfloat16", "float16", "float32")
 LEARNED_POSITIONS = "wpe.weight"  # GPT-2 and its kin: no other position can be computed
+FOLDER_ADVICE = "give a model's folder, or a repository's name as owner/model"
 DETAIL_CHARS_MAX = 300  # of another library's error
 
 
@@ -246,10 +247,10 @@ def _resolve_folder(path: str, flag: str) -> Path:
         raise ModelError(f"{flag} {path[:200]}: no folder can be called so: {error}") from error
     if local.exists():
         if not (local / "config.json").is_file():
-            raise ModelError(f"{flag} {path}: not a model's folder, it has no config.json")
+            raise ModelError(f"{flag} {path}: not a model's folder, it has no config.json; {FOLDER_ADVICE}")
         return local
     if not can_be_repository(path):
-        raise ModelError(f"{flag} {path}: there is no such folder")
+        raise ModelError(f"{flag} {path}: there is no such folder; {FOLDER_ADVICE}")
     try:
         return Path(_download(path))
     except Exception as error:  # the hub's client and its own HTTP client raise whatever happens to them

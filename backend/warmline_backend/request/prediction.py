@@ -17,8 +17,8 @@ def parse_prediction(body: object) -> str:
     content = prediction.get("content")
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
-        kind = format_json_type(content)
-        raise BadRequestError(f"'prediction.content' must be a string or a list, not {kind}; {EXPECTED}", "prediction")
+        given = f"not {format_json_type(content)}" if "content" in prediction.body else "and is missing"
+        raise BadRequestError(f"'prediction.content' must be a string or a list, {given}; {EXPECTED}", "prediction")
     return "".join(map(_read_part, parts))[:PREDICTION_CHARS_MAX]
 
 

@@ -124,10 +124,10 @@ class GenerationResponse:
                 taken.append(decode(sampled.token, sampled.logprob, sampled.top, begins_text=index == 0))
         return taken
 
-    def _make_completion_details(self, predicted: int) -> dict[str, int]:
-        """`completion_tokens_details` of the usage; the prediction's only where the client sent one."""
+    def _make_completion_details(self, predicted: int | None) -> dict[str, int]:
+        """`completion_tokens_details` of the usage; the prediction's only where one was compared."""
         details, prediction = {"reasoning_tokens": self._reasoning_tokens}, len(self._prompt.prediction)
-        if prediction:
+        if prediction and predicted is not None:
             details["accepted_prediction_tokens"] = predicted
             details["rejected_prediction_tokens"] = max(0, prediction - predicted)
         return details

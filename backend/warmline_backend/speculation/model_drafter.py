@@ -21,7 +21,7 @@ PAUSE_TOKENS_MIN, PAUSE_TOKENS_MAX = 64, 1024  # between two trials: it doubles 
 
 
 def is_worth_asking(costs: PassCosts) -> bool:
-    """True where TRIAL_ACCEPTANCE would gain something; else the draft model of these costs is never asked."""
+    """True where TRIAL_ACCEPTANCE would gain something by these costs: else it may be asked where steps take longer."""
     return bool(costs.choose_length(1, [DraftOffer(TRIAL_TOKENS, TRIAL_ACCEPTANCE)], token_cost=costs.draft_step))
 
 

@@ -71,7 +71,8 @@ class PassCosts:
     def __init__(self, seconds_by_width: Mapping[int, float], draft_step_s: float = 0.0) -> None:
         widths = sorted(seconds_by_width)
         assert widths and widths[0] == 1
-        seconds = list(accumulate((seconds_by_width[width] for width in widths), max))  # wider is never cheaper
+        # A narrower pass costs no more than a wider one: where one was measured to, something else took the time.
+        seconds = list(accumulate((seconds_by_width[width] for width in reversed(widths)), min))[::-1]
         self.step_s = seconds[0]  # seconds of a single step
         self.draft_step = draft_step_s / seconds[0]  # cost of a token of the draft model
         self._costs = [_interpolate(widths, seconds, width) / seconds[0] for width in range(1, BATCH_TOKENS_MAX + 1)]

@@ -336,7 +336,7 @@ class Timings(msgspec.Struct, kw_only=True):
     shared_passes: int = 0  # of these, in a batch with others
     drafts: dict[str, DraftCount] = msgspec.field(default_factory=dict)  # by source
     no_drafts: str = ""  # why no token was drafted
-    predicted: int = 0  # tokens that the client foresaw
+    predicted: int | None = None  # tokens that the client foresaw; None where they were not compared
     chunks: list[WorkDuration] = []  # its last ones, by tokens and their context
 
     def record_draft(self, source: str, drafted: int, accepted: int) -> None:

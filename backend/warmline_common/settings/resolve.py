@@ -240,7 +240,7 @@ def _check_quantization(config: ResolvedConfig) -> None:
         if problem and not any(own.get(switch) == 0 for switch in ("kv_bits", "kv_boundary_layers")):
             source = config.effective_settings["models" if name in own else name].source
             label = f"model {model.name!r}: {name}" if model else name
-            raise ConfigurationError(f"{label} (from {source}): {problem}, not {own.get(name, config[name])!r}")
+            raise ConfigurationError(f"{label} (from {source}): {problem}")
 
 
 def read_setting(home: Path, name: str, environment: Mapping[str, str] = os.environ) -> Any:

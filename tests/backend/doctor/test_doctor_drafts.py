@@ -90,9 +90,13 @@ def test_measured_costs_are_told_without_reading_weights(
     _, ((level, what),) = examine(folder, home)
     assert level is FindingLevel.OK
     assert what == (
-        "a pass of 8 tokens takes 1.6 times as long as one of 1, and one of 32 takes 3.8 times (measured): "
+        "a pass of 8 tokens takes 1.6 times as long as one of 1, and one of 32 takes 3.8 times (by what was measured): "
         "drafts pay where 25% of their tokens are right"
     )
+    monkeypatch.setenv("WARMLINE_HOME", str(home))
+    assert [each.what for each in examine_model(DoctorSettings(str(folder))).findings if each.area == "drafts"] == [
+        what
+    ]
     _, found = examine(folder, home, draft_model=str(draft))
     assert found[1][1].endswith(
         "; a token of the draft model takes 0.10 of a pass: its drafts pay where 35% of their tokens are right"
@@ -100,6 +104,6 @@ def test_measured_costs_are_told_without_reading_weights(
     assert len(found) == 2
     remembered.remember(both + DRAFT_STEP, [(1, 0.02)])
     level, what = examine(folder, home, draft_model=str(draft))[1][2]
-    assert level is FindingLevel.WARN and "will not be asked" in what
+    assert level is FindingLevel.WARN and "too long beside the model" in what
     (models / "digests.json").unlink()
     assert examine(folder, home)[1] == [], "nothing is read for it"

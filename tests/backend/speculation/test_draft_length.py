@@ -106,7 +106,10 @@ def test_passes_that_take_longer_than_measured_are_left_out_for_a_while() -> Non
 
 
 def test_wider_passes_are_never_cheaper_and_lie_on_a_line() -> None:
-    costs = PassCosts({1: 2.0, 2: 1.5, 4: 4.0})
+    """Where a narrower one was measured to take longer, something else did."""
+    costs = PassCosts({1: 2.0, 2: 2.5, 3: 3.0, 4: 2.0, 6: 3.0})
+    assert [costs.cost(width) for width in (1, 2, 3, 4, 5, 6)] == [1.0, 1.0, 1.0, 1.0, 1.25, 1.5]
+    costs = PassCosts({1: 2.0, 2: 2.0, 4: 4.0})
     assert [costs.cost(width) for width in (1, 2, 3, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 3.0]
     assert costs.cost(2 * BATCH_TOKENS_MAX) == 2 * costs.cost(BATCH_TOKENS_MAX)
     assert PassCosts({1: 1.0}).choose_length(1, [DraftOffer(30, 0.99)]) == 0, "nothing wider was measured"

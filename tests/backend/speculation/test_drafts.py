@@ -136,6 +136,20 @@ def test_prompt_that_is_written_again_takes_fewer_passes(served: ServedModel) ->
             assert timings.drafts["prediction"].accepted >= 50
 
 
+def test_right_tokens_behind_the_end_of_an_answer_are_not_counted(served: ServedModel) -> None:
+    """A stop word ends it inside a draft."""
+    plain = SchedulerDriver(served).run(PROMPT, 60)
+    stop = plain.text[25:28]
+    for speculation in (FixedSpeculation(CHEAP), None):
+        driver = SchedulerDriver(served, speculation=speculation)
+        timings = driver.run(PROMPT, 60, prediction=plain.tokens, stop=(stop,)).result.timings
+        if speculation is None:
+            assert timings.predicted is None and not timings.drafts, "nothing was compared"
+        else:
+            accepted, decoded = timings.drafts["prediction"].accepted, timings.decoded
+            assert decoded - timings.passes <= accepted < decoded < 40 and timings.predicted == decoded
+
+
 def submit_guided(driver: SchedulerDriver, matcher: Matcher, **params: Any) -> EventLog:
     log = EventLog()
     wanted = GenerationParams(**{"max_tokens": 300, **params})

@@ -60,7 +60,7 @@ def test_prediction_changes_no_answer_and_is_counted(warm_pair: Pair) -> None:
     [
         ("text", "'prediction' must be a JSON object, not a string"),
         ({"type": "file", "content": "x"}, "'prediction.type' must be \"content\""),
-        ({"type": "content"}, "'prediction.content' must be a string or a list, not null"),
+        ({"type": "content"}, "'prediction.content' must be a string or a list, and is missing; expected"),
         ({"type": "content", "content": [{"type": "image_url"}]}, "'prediction.content' has a part that is no text"),
     ],
 )

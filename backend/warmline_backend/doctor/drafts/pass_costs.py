@@ -1,5 +1,6 @@
 """Costs of decode passes that a backend has measured for the model on this machine, and what they mean for drafts."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from warmline_backend.model.drafted_model import DraftModel
 from warmline_backend.model.fingerprint import compute_fingerprint, has_digests
 from warmline_backend.speculation.model_drafter import MODEL_TOKENS_MAX, is_worth_asking
 from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX, DraftOffer, PassCosts
-from warmline_common.settings.table import get_default
+from warmline_common.settings.table import SETTINGS
 from warmline_common.storage.home import Home
 
 WIDTH_SHOWN = 8
@@ -27,7 +28,7 @@ def check_pass_costs(
             findings.ok(_describe_costs(costs))
             if draft is not None and not is_worth_asking(costs):
                 findings.warn(
-                    "the draft model takes too long beside the model, and will not be asked for drafts",
+                    "the draft model takes too long beside the model to gain anything",
                     "choose a smaller one, or leave draft_model out",
                 )
 
@@ -35,7 +36,7 @@ def check_pass_costs(
 def _find_costs(
     folder: Path, cache: CacheSummary, settings: DoctorSettings, draft_path: Path | None
 ) -> PassCosts | None:
-    models = Home(Path(settings.home or get_default("home"))).models
+    models = Home(_find_home(settings)).models
     if not has_digests([folder, *([draft_path] if draft_path is not None else [])], models):
         return None
     adapter = Path(settings.adapter_path) if settings.adapter_path else None
@@ -44,9 +45,15 @@ def _find_costs(
     return find_pass_costs(fingerprint, models)
 
 
+def _find_home(settings: DoctorSettings) -> Path:
+    """The home in force: `home` is given only by the flag."""
+    setting = SETTINGS["home"]
+    return Path(str(setting.parse(settings.home or os.environ.get(setting.variable) or setting.default)))
+
+
 def _describe_costs(costs: PassCosts) -> str:
     shown = f"a pass of {WIDTH_SHOWN} tokens takes {costs.cost(WIDTH_SHOWN):.1f} times as long as one of 1, and one of "
-    shown += f"{PASS_TOKENS_MAX} takes {costs.cost(PASS_TOKENS_MAX):.1f} times (measured): "
+    shown += f"{PASS_TOKENS_MAX} takes {costs.cost(PASS_TOKENS_MAX):.1f} times (by what was measured): "
     shown += f"drafts pay {_describe_share(_find_share(costs, PASS_TOKENS_MAX - 1, 0.0))}"
     if costs.draft_step:
         share = _describe_share(_find_share(costs, MODEL_TOKENS_MAX, costs.draft_step))

@@ -62,6 +62,7 @@ class DecodeGroup:
     batch: DecodeBatch
     sequences: list[Sequence] = field(default_factory=list)
     has_verified: bool = False  # its last step was a pass that verified drafts
+    _verified: list[tuple[Sequence, str, int, int]] = field(default_factory=list)  # drafts of the last step, by source
     _model_tokens: int = 0  # that the draft model drafted of each sequence for the last step
     _last_step: tuple[StepCosts, int, float] | None = None  # sequences, and cost of a pass, by PassCosts
     usual: UsualPass | None = None  # of its steps of late; None where nothing is drafted, or before the first step
@@ -118,6 +119,9 @@ class DecodeGroup:
     def commit(self, counts: Mapping[Sequence, int]) -> None:
         """Keep the rows of so many tokens of the last step; those of single steps are kept already."""
         self.batch.commit([counts[sequence] for sequence in self.sequences])
+        for sequence, source, drafted, accepted in self._verified:
+            sequence.timings.record_draft(source, drafted, max(0, min(accepted, counts[sequence] - 1)))
+        self._verified.clear()
 
     def _count_pass(self) -> None:
         for sequence in self.sequences:
@@ -187,7 +191,7 @@ class DecodeGroup:
             if draft is not None and sequence.drafter is not None:
                 accepted, is_right = len(tokens) - 1, not is_guess or tokens[0][0] == draft.tokens[0]
                 sequence.drafter.record(draft, is_guess + accepted if is_right else 0)
-                sequence.timings.record_draft(draft.source, len(draft.tokens) - is_guess, accepted)
+                self._verified.append((sequence, draft.source, len(draft.tokens) - is_guess, accepted))
         self._record_usual(sum(map(len, verified)), width)
         return [(sequence, *drawn) for sequence, row in zip(self.sequences, verified, strict=True) for drawn in row]
 
