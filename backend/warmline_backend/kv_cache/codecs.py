@@ -13,6 +13,7 @@ device.  mlx objects: engine thread only.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -407,9 +408,9 @@ class CacheLayout:
 
     @property
     def quantization(self) -> str:
-        """ "q8", "q4" and the like for quantized rows, by the coarsest of them, else ""."""
-        bits = [get_kv_format(leaf.template).bits_min for leaf in self.leaves if leaf.codec is QUANTIZED]
-        return f"q{min(bits)}" if bits else ""
+        """Bits of quantized rows, those of most layers first: "q8", "q8,4" for keys and values, "q8,4+q8"; else ""."""
+        formats = Counter(str(get_kv_format(leaf.template)) for leaf in self.leaves if leaf.codec is QUANTIZED)
+        return "+".join(f"q{bits}" for bits, _ in formats.most_common())
 
     @property
     def has_rows_alone(self) -> bool:

@@ -234,7 +234,7 @@ class KvLayout(msgspec.Struct, kw_only=True):
     families: list[str]  # cache class names, for people
     why_not: str = ""
     grid: int = 0  # exact mode: KV ends, and is reused, only at multiples of so many tokens; 0: anywhere
-    dtype: str = ""  # of the KV: "float32", "bfloat16", "float16", or "q8", "q4" ... by its coarsest bits
+    dtype: str = ""  # of the KV: "float32", "bfloat16", "float16", or its bits: "q8", "q8,4", "q8,4+q8"
 
 
 class MemoryShare(msgspec.Struct, kw_only=True):

@@ -5,6 +5,7 @@ that were computed while decoding, or in chunks with other ends, round different
 """
 
 import math
+import re
 import struct
 from dataclasses import dataclass
 
@@ -75,6 +76,8 @@ def judge(
 
 def dtype_tolerance(dtype: str) -> float:
     """Tolerance of a dtype in nats; an unlisted dtype counts as the coarsest of its kind, quantized or not."""
+    if numbers := re.findall(r"[0-9]+", dtype) if dtype.startswith("q") else []:
+        dtype = f"q{min(map(int, numbers))}"  # the coarsest of keys, values and layers
     return TOLERANCES.get(dtype, TOLERANCES["q2" if dtype.startswith("q") else "bfloat16"])
 
 

@@ -74,7 +74,7 @@ def test_layers_have_their_formats() -> None:
     layout = probe(model, make_quantization("8,4", 32, 1, "6,6"))
     kinds = [type(layer) for layer in layout.template]
     assert kinds == [QuantizedKVCache, *[MixedQuantizedKVCache] * 3, QuantizedKVCache]
-    assert (layout.template[0].bits, layout.template[0].group_size, layout.quantization) == (6, 32, "q4")
+    assert (layout.template[0].bits, layout.template[0].group_size, layout.quantization) == (6, 32, "q8,4+q6")
     assert [type(layer) for layer in probe(model, make_quantization("8,8", "32,32")).template] == [QuantizedKVCache] * 5
     assert [type(layer) for layer in probe(model, make_quantization(0, 32, 1, 8)).template] == [KVCache] * 5
 
@@ -190,4 +190,4 @@ def test_all_bits_of_mlx_compute_what_rounded_rows_do(bits: str) -> None:
     rounded = [DequantizedKVCache(each) for each in quantization.list_formats(2)]
     found, expected = (np.array(model(tokens, cache=caches)) for caches in (layout.make_empty_cache(), rounded))
     assert np.allclose(found, expected, atol=1e-4)
-    assert layout.quantization == f"q{bits[-1]}"
+    assert layout.quantization == f"q{bits}"

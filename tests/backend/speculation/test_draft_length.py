@@ -106,7 +106,7 @@ def test_passes_that_take_longer_than_measured_are_left_out_for_a_while() -> Non
 
 
 def test_wider_passes_are_never_cheaper_and_lie_on_a_line() -> None:
-    """Where a narrower one was measured to take longer, something else did."""
+    """One that was measured to take longer than a wider one was held up by something else."""
     costs = PassCosts({1: 2.0, 2: 2.5, 3: 3.0, 4: 2.0, 6: 3.0})
     assert [costs.cost(width) for width in (1, 2, 3, 4, 5, 6)] == [1.0, 1.0, 1.0, 1.0, 1.25, 1.5]
     costs = PassCosts({1: 2.0, 2: 2.0, 4: 4.0})

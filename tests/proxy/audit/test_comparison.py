@@ -70,6 +70,8 @@ TOLERATED = [
     ("q8", 0.35, WITHIN),
     ("q8", 0.45, DIFFERS),
     ("q6", 5.5, WITHIN),
+    ("q8,4", 5.5, WITHIN),
+    ("q8+q8,6", 6.5, DIFFERS),
     ("q2", 11.0, WITHIN),
     ("q2", 13.0, DIFFERS),
     ("q4", 5.5, WITHIN),

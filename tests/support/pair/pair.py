@@ -215,7 +215,7 @@ class Pair:
     def warm_up_restores(self) -> None:
         """Have a prompt restored some times: a process's first restore may be slow, and plans go by recent ones."""
         messages: list[Message] = [{"role": "user", "content": "What is on disk is restored. " * 60}]
-        for _ in range(4):
+        for _ in range(3):
             reply = self.chat(messages, max_tokens=1)
             self.settle()
             self.forget_residents()
