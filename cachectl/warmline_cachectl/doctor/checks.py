@@ -194,9 +194,7 @@ def check_fingerprint(facts: Facts) -> Diagnosis | None:
     if several := [f"{name} is stored under {count} identities" for name, count in roots.items() if count > roots_max]:
         changed = "its files, its keys, kv_bits, the draft model, or in exact mode the libraries"
         seen = f"{_format_some(several)}: {changed}, have changed"
-        return Diagnosis(
-            WARN, seen, "old data is evicted in time, or with `cachectl purge --older-than 7d`"
-        )
+        return Diagnosis(WARN, seen, "old data is evicted in time, or with `cachectl purge --older-than 7d`")
     return Diagnosis(OK, "nothing stored belongs to an earlier state of a model")
 
 
