@@ -31,6 +31,10 @@ class KvFormat:
         """True where keys and values have one format."""
         return self.keys == self.values
 
+    @property
+    def bits_min(self) -> int:
+        return min(self.keys.bits, self.values.bits)
+
     def __str__(self) -> str:
         """Bits as in the setting: "8", or "8,4"."""
         return str(_format_pair(self.keys.bits, self.values.bits))
@@ -48,6 +52,11 @@ class KvQuantization:
     def is_uniform(self) -> bool:
         """True where all layers' keys and values have one format."""
         return self.inner.is_uniform and not self.boundary_layers
+
+    @property
+    def bits_min(self) -> int:
+        """Bits of the coarsest numbers."""
+        return min(self.inner.bits_min, self.boundary.bits_min)
 
     def list_formats(self, layers: int) -> list[KvFormat]:
         """Format of each layer.  Raises ValueError where the boundary leaves no layer between."""

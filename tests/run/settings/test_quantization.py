@@ -34,7 +34,7 @@ def test_formats_by_layer() -> None:
     assert quantization is not None
     inner, boundary = (KvFormat(RowFormat(8, 64), RowFormat(bits, 32)) for bits in (4, 6))
     assert quantization.list_formats(6) == [boundary, boundary, inner, inner, boundary, boundary]
-    assert not quantization.is_uniform
+    assert (quantization.bits_min, quantization.is_uniform) == (4, False)
     with pytest.raises(ValueError, match="the model has 4 layers, and none would be between"):
         quantization.list_formats(4)
     assert quantization.describe_flags() == "--kv-bits 8,4 --kv-boundary-layers 2 --kv-boundary-bits 8,6"
