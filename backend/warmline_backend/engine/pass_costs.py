@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 FILE = "pass_costs.json"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, BATCH_TOKENS_MAX)
-RUNS = 3  # of which the fastest counts: the first may compile kernels, and the machine may do other work
+RUNS, STEP_RUNS = 2, 3  # of which the fastest counts: the first may compile kernels, and the machine may do other work
 STEPS = 4  # in a row
 CONTEXT_TOKENS = 64
 DRAFT_STEPS = 8
@@ -84,7 +84,7 @@ def measure_seconds(served: ServedModel) -> list[WidthSeconds]:
     """Widths of passes, and the seconds that one takes after a short context."""
     layers = served.layout.make_empty_cache()
     mx.eval(served.model(_make_tokens(served, CONTEXT_TOKENS), cache=layers))
-    pairs: list[WidthSeconds] = [(1, min(_time_step(served, layers) for _ in range(RUNS)))]
+    pairs: list[WidthSeconds] = [(1, min(_time_step(served, layers) for _ in range(STEP_RUNS)))]
     for width in WIDTHS[1:]:
         seconds = min(_time_pass(served, layers, width) for _ in range(RUNS))
         pairs.append((width, seconds))

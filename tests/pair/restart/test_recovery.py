@@ -20,7 +20,7 @@ from support.pair.waiting import wait_until, wait_until_idle
 from support.planted.faults import FAULTS, WEDGES, FaultControl, Gate, HeldStep
 from warmline_common.protocol.messages import ProcessStats
 
-STEP, PART = 16, 256  # steps so small that restoring is far sooner than computing, on a busy machine too
+STEP, PART = 32, 256  # steps so small that restoring is far sooner than computing, on a busy machine too
 SHARED_MAX = 16  # the template's first tokens and a digit or two, which prompts have in common
 FLAGS = ("--prefill-step-size", str(STEP), "--partial-save-tokens", str(PART))
 NAME = "X-Warmline-Request"
