@@ -4,12 +4,12 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
+from warmline_common.settings.hints import FOLDER_ADVICE
 from warmline_common.settings.models import NAME_CHARS_MAX, parse_models
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
 from warmline_common.settings.table import DEMO_MODEL
 
 NEAR_COUNT_MAX = 3
-FOLDER_ADVICE = "give a model's folder, or a repository's name as owner/model"
 
 
 def check_model_folders(config: ResolvedConfig) -> None:

@@ -14,6 +14,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from warmline_backend.doctor.findings import CheckError, Findings, format_bytes, format_first
 from warmline_backend.model.model import can_be_repository, expand_path
+from warmline_common.settings.hints import FOLDER_ADVICE
 
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000  # as the safetensors library has it
@@ -124,9 +125,6 @@ def _is_tensor_entry(entry: object) -> bool:
     return all(type(number) is int and 0 <= number <= INT64_MAX for number in (*shape, *offsets))
 
 
-LOCATION_REMEDY = "give a model's folder, or a repository's name, owner/model"
-
-
 def find_model(findings: Findings, model: str) -> Path:
     """Folder of a path or a repository's name.  Raises CheckError."""
     try:
@@ -135,11 +133,11 @@ def find_model(findings: Findings, model: str) -> Path:
             return local
         is_there = bool(model) and local.exists()
     except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
-        raise CheckError(f"{model}: no folder can be called so: {error}", LOCATION_REMEDY) from None
+        raise CheckError(f"{model}: no folder can be called so: {error}", FOLDER_ADVICE) from None
     if is_there:
         raise CheckError(f"{model} is a file", "give the folder that it lies in")
     if not can_be_repository(model):
-        raise CheckError(f"{model}: there is no such folder", LOCATION_REMEDY)
+        raise CheckError(f"{model}: there is no such folder", FOLDER_ADVICE)
     return _find_snapshot(model)
 
 

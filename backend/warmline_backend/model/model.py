@@ -23,6 +23,7 @@ from warmline_backend.model.kv_quantization import make_cache_factory, prove_att
 from warmline_backend.model.loader import ModelError, load_lazy_model
 from warmline_common.protocol.messages import KvLayout
 from warmline_common.protocol.tokens import TokenArray
+from warmline_common.settings.hints import FOLDER_ADVICE
 from warmline_common.settings.quantization import KvQuantization
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,6 @@ PROBE_CHUNK_TOKENS = 8  # of the probe
 CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
 FLOATS_COARSEST_FIRST = ("bfloat16", "float16", "float32")
 LEARNED_POSITIONS = "wpe.weight"  # GPT-2 and its kin: no other position can be computed
-FOLDER_ADVICE = "give a model's folder, or a repository's name as owner/model"
 DETAIL_CHARS_MAX = 300  # of another library's error
 
 

@@ -1,4 +1,4 @@
-"""Commands of ours in messages for people, so that they act on the home that the message is about.  Pure."""
+"""Advice in messages for people; commands of ours in it act on the home that the message is about.  Pure."""
 
 import re
 import shlex
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from warmline_common.settings.table import get_default
 
+FOLDER_ADVICE = "give a model's folder, or a repository's name as owner/model"
 _QUOTED_COMMAND = re.compile(r"`((?:cachectl|warmline) (?!launchd|service)\w+(?: (?!--home)[^`\s]+)*)`")
 
 
