@@ -1,9 +1,10 @@
 """Tokens a second with drafts and without, of texts that repeat and of prose, at one request and at several.
 
 A model of a real shape has random weights; its answers are made to follow given texts (drafts/scripted.py), so what is
-drafted and accepted is the text's, and the work of each pass the device's.  The sides take turns.  Decoding alone is
-timed: all prompts but their last tokens are computed before; from the moment when each request has its first token to
-the end of the last one, where all answers are equally long.
+drafted and accepted is the text's, and the work of each pass the device's.  Decoding alone is timed: all prompts but
+their last tokens are computed before; from the moment when each request has its first token to the end of the last one,
+where all answers are equally long.  The sides take turns: off, auto, off again.  A ratio compares auto with the two
+beside it; the same of the second off to the first one shows how much the machine varies.
 
 With --draft-model, the same model with a draft model of about half a billion parameters is timed, too.  With --peer,
 mlx_lm's own drafts by such a model (drafts/peer.py): three tokens a pass.  They are timed at one request: where it
@@ -12,8 +13,8 @@ draft model is right is given, since random weights are right at nothing: 0.8 sa
 the most that it can gain.
 
 Usage: PYTHONPATH=tests:backend:launchd:benchmarks .venv/bin/python benchmarks/gpu/speculation.py TOKENIZER-FOLDER
-           [--shape 8b|experts|small] [--clients 1,4] [--rounds 3] [--tokens 400] [--kinds rewrite,edits,prose]
-           [--peer] [--draft-model] [--agreement 0.8,1] [--draft-model-shape 0.5b]
+           [--shape 8b|experts|small] [--clients 1,4] [--rounds 3] [--warm-up 1] [--tokens 400]
+           [--kinds rewrite,edits,prose] [--peer] [--draft-model] [--agreement 0.8,1] [--draft-model-shape 0.5b]
 """
 
 import argparse
@@ -33,12 +34,13 @@ from drafts.scripted import ScriptedModelDrafter, scripted_answers
 from drafts.tasks import KINDS, Task, make_tasks
 
 from support.backend.engine_driver import SchedulerDriver
-from warmline_backend.engine.pass_costs import measure_draft_step, measure_seconds
+from warmline_backend.engine.pass_costs import make_pass_costs, measure_draft_step, measure_seconds
 from warmline_backend.model.model import ServedModel
 from warmline_backend.speculation.pass_costs import PassCosts
 from warmline_backend.speculation.speculation import Speculation
 
 BUDGET_BYTES = 1 << 35
+OFF_AGAIN = "off again"
 
 
 class Side:
@@ -85,7 +87,8 @@ class Sides:
 
     @property
     def headings(self) -> list[str]:
-        ours = ["text", "requests", "off, tokens/s", "auto, tokens/s", "ratio", "of the rounds", "tokens a pass"]
+        ours = ["text", "requests", "off, tokens/s", "auto, tokens/s", "ratio", "of the rounds", "off to off"]
+        ours.append("tokens a pass")
         return [*ours, *self._more_names]
 
     @property
@@ -93,12 +96,13 @@ class Sides:
         names = [_name_drafted(agreement) for agreement in self.agreements if self.drafted is not None]
         return names + [_name_peer(agreement) for agreement in self.agreements if self.peer_model is not None]
 
-    def compare(self, costs: PassCosts, tasks: list[Task], rounds: int, tokens: int) -> list[str]:
-        """Cells of one row; the first round warms up.  Each side begins without what it learned in the round before."""
+    def compare(self, costs: PassCosts, tasks: list[Task], rounds: int, warm_up: int, tokens: int) -> list[str]:
+        """Cells of one row, without the first rounds.  Each side begins without what it learned in the round before."""
         tokens = min(tokens, *(len(task.answer) for task in tasks))
         sides: dict[str, Callable[[], float]] = {
             "off": lambda: Side(self.served, None).run(tasks, tokens)[0],
             "auto": lambda: self._run_auto(costs, tasks, tokens),
+            OFF_AGAIN: lambda: Side(self.served, None).run(tasks, tokens)[0],
         }
         for agreement in self.agreements:
             if self.drafted is not None:
@@ -108,14 +112,15 @@ class Sides:
                 measure = partial(measure_peer, self.served.model, self.peer_model, tasks, tokens, agreement)
                 sides[_name_peer(agreement)] = measure
         self.speeds = {name: [] for name in sides}
-        for turn in range(rounds + 1):
-            for name, measure in sides.items() if turn % 2 else reversed(sides.items()):
+        for turn in range(warm_up + rounds):
+            if turn == warm_up:
+                self.tokens_a_pass.clear()
+            for name, measure in sides.items():
                 speed = measure()
                 mx.clear_cache()
-                if turn:
+                if turn >= warm_up:
                     self.speeds[name].append(speed)
-            if not turn:
-                self.tokens_a_pass.clear()
+                print(f"    {'round' if turn >= warm_up else 'warm-up'} {turn}, {name}: {speed:.0f}", flush=True)
         return self._format_cells()
 
     def _run_auto(self, costs: PassCosts, tasks: list[Task], tokens: int) -> float:
@@ -133,13 +138,17 @@ class Sides:
 
     def _format_cells(self) -> list[str]:
         medians = {name: statistics.median(speeds) for name, speeds in self.speeds.items()}
-        off, on = medians["off"], medians["auto"]
-        pairs = zip(self.speeds["off"], self.speeds["auto"], strict=True)
-        ratios = [on_speed / off_speed for off_speed, on_speed in pairs]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        each = statistics.median(self.tokens_a_pass)
-        cells = [f"{off:.0f}", f"{on:.0f}", f"{on / off:.2f}", spread, f"{each:.2f}"]
+        rounds = list(zip(self.speeds["off"], self.speeds["auto"], self.speeds[OFF_AGAIN], strict=True))
+        ratios = [auto / statistics.mean([before, after]) for before, auto, after in rounds]
+        control = [after / before for before, _, after in rounds]
+        off = statistics.median([*self.speeds["off"], *self.speeds[OFF_AGAIN]])
+        cells = [f"{off:.0f}", f"{medians['auto']:.0f}", f"{statistics.median(ratios):.2f}", _format_range(ratios)]
+        cells += [_format_range(control), f"{statistics.median(self.tokens_a_pass):.2f}"]
         return [*cells, *(f"{medians[name]:.0f}" if name in medians else "" for name in self._more_names)]
+
+
+def _format_range(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def _name_drafted(agreement: float) -> str:
@@ -156,6 +165,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--shape", choices=DRAFT_SHAPES, default="8b")
     parser.add_argument("--clients", default="1,4")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds that are not counted: they compile kernels")
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--peer", action="store_true", help="mlx_lm's drafts by a draft model, too")
@@ -175,15 +185,16 @@ def main() -> None:
     device = mx.device_info().get("device_name", "CPU")
     print(f"{options.shape}: {served.weight_bytes / 1e9:.1f} GB of weights on {device}")
     measure_seconds(served)  # kernels are compiled
-    costs = dict(measure_seconds(served))
-    widths = ", ".join(f"{width}: {seconds * 1e3:.2f}" for width, seconds in costs.items())
+    pairs = measure_seconds(served)
+    widths = ", ".join(f"{width}: {seconds * 1e3:.2f}" for width, seconds in pairs)
     draft_step_s = measure_draft_step(drafted, drafted.draft) if drafted is not None and drafted.draft else 0.0
     print(f"ms a pass by width: {widths}; ms a token of the draft model: {draft_step_s * 1e3:.2f}", flush=True)
+    costs = make_pass_costs(pairs, draft_step_s)
     sides, rows = Sides(served, drafted, peer_model, agreements), []
     for kind in options.kinds.split(","):
         for clients in map(int, options.clients.split(",")):
             tasks = make_tasks(lambda text: served.tokenizer.encode(text, add_special_tokens=False), kind, clients)
-            cells = sides.compare(PassCosts(costs, draft_step_s), tasks, options.rounds, options.tokens)
+            cells = sides.compare(costs, tasks, options.rounds, options.warm_up, options.tokens)
             rows.append([kind, str(clients), *cells])
             print(" | ".join(rows[-1]), flush=True)
     print(format_table(sides.headings, rows))

@@ -45,7 +45,7 @@ def resolve_pass_costs(served: ServedModel, fingerprint: str, folder: Path) -> P
         log.warning("decode passes can't be timed, and nothing is drafted: %s", error)
         return None
     log.info("seconds of a decode pass by its tokens: %s", ", ".join(f"{n}: {seconds:.4f}" for n, seconds in pairs))
-    costs = PassCosts(dict(pairs), drafting[0][1] if drafting and served.draft is not None else 0.0)
+    costs = make_pass_costs(pairs, drafting[0][1] if drafting and served.draft is not None else 0.0)
     if costs.draft_step:
         log.info("a token of the draft model takes %.2f of a decode pass", costs.draft_step)
         if not is_worth_asking(costs):
@@ -61,7 +61,12 @@ def find_pass_costs(fingerprint: str, folder: Path) -> PassCosts | None:
     """Costs that are remembered for a model; None for none."""
     remembered = remember_pass_costs(folder)
     pairs, drafting = remembered.find(fingerprint), remembered.find(fingerprint + DRAFT_STEP)
-    return PassCosts(dict(pairs), drafting[0][1] if drafting else 0.0) if pairs is not None else None
+    return make_pass_costs(pairs, drafting[0][1] if drafting else 0.0) if pairs is not None else None
+
+
+def make_pass_costs(pairs: list[WidthSeconds], draft_step_s: float = 0.0) -> PassCosts:
+    """Costs by what was measured; on CUDA passes get no other widths, since each new shape takes long once."""
+    return PassCosts(dict(pairs), draft_step_s, WIDTHS if mx.cuda.is_available() else None)
 
 
 def remember_pass_costs(folder: Path) -> RememberedMeasurements[list[WidthSeconds]]:

@@ -1,7 +1,8 @@
 """Costs of decode passes by the tokens that they compute, and the best drafts by them.  Engine thread."""
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -65,16 +66,23 @@ def _approach(usual: float, latest: float) -> float:
 class PassCosts:
     """Costs of passes by the tokens of all their sequences, in passes of one token; between measured ones on a line.
 
-    `draft_step_s`: seconds that the draft model takes for a token; 0 without one.
+    `draft_step_s`: seconds that the draft model takes for a token; 0 without one.  `allowed_widths`: tokens of one
+    sequence that a pass may compute where it verifies drafts; None where it may be any number.
     """
 
-    def __init__(self, seconds_by_width: Mapping[int, float], draft_step_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        seconds_by_width: Mapping[int, float],
+        draft_step_s: float = 0.0,
+        allowed_widths: Container[int] | None = None,
+    ) -> None:
         widths = sorted(seconds_by_width)
         assert widths and widths[0] == 1
         # A narrower pass costs no more than a wider one: where one was measured to, something else took the time.
         seconds = list(accumulate((seconds_by_width[width] for width in reversed(widths)), min))[::-1]
         self.step_s = seconds[0]  # seconds of a single step
         self.draft_step = draft_step_s / seconds[0]  # cost of a token of the draft model
+        self._allowed_widths = range(PASS_TOKENS_MAX + 1) if allowed_widths is None else allowed_widths
         self._costs = [_interpolate(widths, seconds, width) / seconds[0] for width in range(1, BATCH_TOKENS_MAX + 1)]
 
     def cost(self, tokens: int) -> float:
@@ -106,6 +114,8 @@ class PassCosts:
             for n, offer in enumerate(offers):
                 shares[n] = shares[n] * offer.acceptance if length <= offer.length else 0.0
             tokens += sum(shares)
+            if known + length not in self._allowed_widths:
+                continue
             if (gain := tokens / (self.cost((known + length) * sequences) + length * token_cost)) > best_gain:
                 best_gain, best_length = gain, length
         return best_length
@@ -125,43 +135,88 @@ class StepCosts:
 
     def __init__(self, passes: PassCosts, *, learns: bool = True) -> None:
         self.passes, self._learns = passes, learns
-        self._step_s: dict[int, float] = {1: passes.step_s}
+        self._step_s: dict[int, float] = {}
+        self._counts: list[int] = []  # its keys in order
         self._slowdowns: dict[int, float] = {}
+        self._seen_shapes = set[tuple[int, int]]()  # passes by their sequences and width; steps have width 1
+        self._recorded = Counter[int]()  # passes whose duration was learned, by their sequences
 
     def record_step(self, sequences: int, seconds: float) -> None:
         """Record the duration of a step without drafts.
 
         Such steps are sent ahead of each other, and so cost less than passes of as many tokens do.
         """
-        if not self._learns:
+        if not self._learns or self._is_first(sequences, 1):
             return
         self._forget()
-        usual = self._step_s.get(sequences, self._predict_step(sequences))
+        usual = self._step_seconds(sequences)
         seen = min(SLOWDOWN_MAX * usual, seconds)
+        if sequences not in self._step_s:
+            insort(self._counts, sequences)
         self._step_s[sequences] = usual + STEP_WEIGHT * (seen - usual)
 
+    def record_pass(self, sequences: int, width: int, cost: float, seconds: float) -> None:
+        """Record the duration of a pass that verified drafts, and of `cost` by PassCosts, drafting included.
+
+        `width`: tokens that it computed of each sequence.
+        """
+        if not self._learns or self._is_first(sequences, width):
+            return
+        self._forget()
+        usual = self._slowdown(sequences)
+        seen = min(SLOWDOWN_MAX, max(1 / SLOWDOWN_MAX, seconds / (cost * self.passes.step_s)))
+        self._recorded[sequences] += 1
+        weight = max(YIELD_WEIGHT, 1 / (1 + self._recorded[sequences]))  # what was predicted counts as one pass
+        self._slowdowns[sequences] = usual + weight * (seen - usual)
+
+    def _is_first(self, sequences: int, width: int) -> bool:
+        """True for the first pass of its shape, which may compile kernels, and says nothing of those after it."""
+        is_first = (sequences, width) not in self._seen_shapes
+        self._seen_shapes.add((sequences, width))
+        return is_first
+
+    def _step_seconds(self, sequences: int) -> float:
+        """Seconds of a step without drafts; of a number of sequences that was not seen, as for the nearest that was."""
+        seen = self._step_s.get(sequences)
+        return self._predict_step(sequences) if seen is None else seen
+
     def _predict_step(self, sequences: int) -> float:
-        """Seconds of a step without drafts, by PassCosts; of several sequences also by single steps of late."""
-        return self.passes.cost(sequences) * (self._step_s[1] if sequences > 1 else self.passes.step_s)
+        """Seconds of a step without drafts, by those of other numbers of sequences.
+
+        All are slower than PassCosts measured where contexts are long.
+        """
+        place = bisect_left(self._counts, sequences)
+        others = [count for count in self._counts[max(0, place - 1) : place + 2] if count != sequences]
+        nearest = min(others, key=lambda count: abs(count - sequences), default=None)
+        ratio = self._step_s[nearest] / self.passes.cost(nearest) if nearest is not None else self.passes.step_s
+        return ratio * self.passes.cost(sequences)
+
+    def _slowdown(self, sequences: int) -> float:
+        """How much slower than PassCosts measured passes are that verify drafts; before the first, as steps are."""
+        seen = self._slowdowns.get(sequences)
+        return self._predict_slowdown(sequences) if seen is None else seen
+
+    def _predict_slowdown(self, sequences: int) -> float:
+        """How much slower passes are taken to be: they cost of a step what they do with one sequence.
+
+        A pass is waited for, steps are not: where launching kernels takes the time, that is most of the difference.
+        """
+        if sequences not in self._step_s:
+            return max(1.0, self._step_seconds(1) / self.passes.step_s)
+        growth = self.passes.cost(2 * sequences) / self.passes.cost(2)
+        return max(1.0, self._step_s[sequences] / (growth * self.passes.step_s))
 
     def _forget(self) -> None:
-        """Go back a little to what was measured: what is slow is avoided, and not seen any more."""
-        for count, usual in self._step_s.items():
-            self._step_s[count] = usual + FORGET_WEIGHT * (self._predict_step(count) - usual)
+        """Go back a little to what was predicted: what is slow is avoided, and not seen any more."""
+        predicted = {count: self._predict_step(count) for count in self._step_s}
+        for count, seconds in predicted.items():
+            self._step_s[count] += FORGET_WEIGHT * (seconds - self._step_s[count])
         for count, slowdown in self._slowdowns.items():
-            self._slowdowns[count] = slowdown + FORGET_WEIGHT * (1.0 - slowdown)
-
-    def record_pass(self, sequences: int, cost: float, seconds: float) -> None:
-        """Record the duration of a pass that verified drafts, and of `cost` by PassCosts, drafting included."""
-        if self._learns:
-            self._forget()
-            usual = self._slowdowns.get(sequences, 1.0)
-            seen = min(SLOWDOWN_MAX, max(1 / SLOWDOWN_MAX, seconds / (cost * self.passes.step_s)))
-            self._slowdowns[sequences] = usual + YIELD_WEIGHT * (seen - usual)
+            self._slowdowns[count] = slowdown + FORGET_WEIGHT * (self._predict_slowdown(count) - slowdown)
 
     def cost(self, sequences: int) -> float:
         """Cost of a step without drafts."""
-        return self._step_s.get(sequences, self._predict_step(sequences)) / self._step_s[1]
+        return self._step_seconds(sequences) / self._step_seconds(1)
 
     def pass_cost(self, sequences: int, tokens: int) -> float:
         """Cost of a pass that verifies drafts, of so many tokens of all its sequences."""
@@ -191,7 +246,7 @@ class StepCosts:
 
     def _scale(self, sequences: int) -> float:
         """Cost of a pass that verifies drafts, to the one by PassCosts."""
-        return self._slowdowns.get(sequences, 1.0) * self.passes.step_s / self._step_s[1]
+        return self._slowdown(sequences) * self.passes.step_s / self._step_seconds(1)
 
 
 def _interpolate(widths: list[int], seconds: list[float], width: int) -> float:

@@ -64,7 +64,7 @@ class DecodeGroup:
     has_verified: bool = False  # its last step was a pass that verified drafts
     _verified: list[tuple[Sequence, str, int, int]] = field(default_factory=list)  # drafts of the last step, by source
     _model_tokens: int = 0  # that the draft model drafted of each sequence for the last step
-    _last_step: tuple[StepCosts, int, float] | None = None  # sequences, and cost of a pass, by PassCosts
+    _last_step: tuple[StepCosts, int, int, float] | None = None  # sequences, width, and cost of a pass, by PassCosts
     usual: UsualPass | None = None  # of its steps of late; None where nothing is drafted, or before the first step
 
     @classmethod
@@ -207,15 +207,15 @@ class DecodeGroup:
         latest = UsualPass(PassYield(tokens, cost), width)
         self.usual = latest if self.usual is None else self.usual.approach(latest)
         drafting = self._model_tokens * costs.passes.find_draft_cost(count)
-        self._last_step = (costs, count, costs.passes.cost(count * width) + drafting)
+        self._last_step = (costs, count, width, costs.passes.cost(count * width) + drafting)
 
     def record_duration(self, seconds: float) -> None:
         """Record how long the last step took, until its tokens were dispatched."""
         if self._last_step is None:
             return
-        costs, sequences, cost = self._last_step
+        costs, sequences, width, cost = self._last_step
         if self.has_verified:
-            costs.record_pass(sequences, cost, seconds)
+            costs.record_pass(sequences, width, cost, seconds)
         else:
             costs.record_step(sequences, seconds)
 
