@@ -25,6 +25,7 @@ from warmline_backend.engine.pass_costs import resolve_pass_costs
 from warmline_backend.engine.warm_up import warm_up
 from warmline_backend.generation.chunk_memory import bound_buffer_cache
 from warmline_backend.generation.rates import Rates
+from warmline_backend.model.cuda_graphs import set_graph_defaults
 from warmline_backend.model.loader import ModelError
 from warmline_backend.model.model import MemoryLimits, ServedModel, get_machine_bytes, load_served_model
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
@@ -83,6 +84,7 @@ def main(arguments: list[str], *, is_held: bool = False) -> int:
     except DescriptorLimitError as error:
         return _refuse_start(str(error), announcer)
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
+    set_graph_defaults()
     try:
         home.prepare()
         secret = home.load_secret()

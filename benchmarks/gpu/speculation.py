@@ -35,6 +35,7 @@ from drafts.tasks import KINDS, Task, make_tasks
 
 from support.backend.engine_driver import SchedulerDriver
 from warmline_backend.engine.pass_costs import make_pass_costs, measure_draft_step, measure_seconds
+from warmline_backend.model.cuda_graphs import set_graph_defaults
 from warmline_backend.model.model import ServedModel
 from warmline_backend.speculation.pass_costs import PassCosts
 from warmline_backend.speculation.speculation import Speculation
@@ -97,11 +98,12 @@ class Sides:
         return names + [_name_peer(agreement) for agreement in self.agreements if self.peer_model is not None]
 
     def compare(self, costs: PassCosts, tasks: list[Task], rounds: int, warm_up: int, tokens: int) -> list[str]:
-        """Cells of one row, without the first rounds.  Each side begins without what it learned in the round before."""
+        """Cells of one row, without the first rounds.  As in a server, what is learned stays for the rounds after."""
+        speculation = Speculation(costs)
         tokens = min(tokens, *(len(task.answer) for task in tasks))
         sides: dict[str, Callable[[], float]] = {
             "off": lambda: Side(self.served, None).run(tasks, tokens)[0],
-            "auto": lambda: self._run_auto(costs, tasks, tokens),
+            "auto": lambda: self._run_auto(speculation, tasks, tokens),
             OFF_AGAIN: lambda: Side(self.served, None).run(tasks, tokens)[0],
         }
         for agreement in self.agreements:
@@ -123,8 +125,8 @@ class Sides:
                 print(f"    {'round' if turn >= warm_up else 'warm-up'} {turn}, {name}: {speed:.0f}", flush=True)
         return self._format_cells()
 
-    def _run_auto(self, costs: PassCosts, tasks: list[Task], tokens: int) -> float:
-        speed, each = Side(self.served, Speculation(costs)).run(tasks, tokens)
+    def _run_auto(self, speculation: Speculation, tasks: list[Task], tokens: int) -> float:
+        speed, each = Side(self.served, speculation).run(tasks, tokens)
         self.tokens_a_pass.append(each)
         return speed
 
@@ -177,6 +179,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
+    set_graph_defaults()
     served = make_served_model(options.shape, options.tokenizer)
     draft_shape = options.draft_model_shape or DRAFT_SHAPES[options.shape]
     drafted = add_draft_model(served, draft_shape) if options.draft_model else None

@@ -192,14 +192,14 @@ class StepCosts:
         return ratio * self.passes.cost(sequences)
 
     def _slowdown(self, sequences: int) -> float:
-        """How much slower than PassCosts measured passes are that verify drafts; before the first, as steps are."""
+        """Factor by which passes that verify drafts are slower than measured; a prediction before the first."""
         seen = self._slowdowns.get(sequences)
         return self._predict_slowdown(sequences) if seen is None else seen
 
     def _predict_slowdown(self, sequences: int) -> float:
-        """How much slower passes are taken to be: they cost of a step what they do with one sequence.
+        """Predict it: a pass of several sequences is to a step of theirs as one of two tokens is to a single step.
 
-        A pass is waited for, steps are not: where launching kernels takes the time, that is most of the difference.
+        A pass is waited for, steps are sent ahead: that is most of the cost where launching kernels takes the time.
         """
         if sequences not in self._step_s:
             return max(1.0, self._step_seconds(1) / self.passes.step_s)

@@ -86,7 +86,7 @@ def test_duration_of_a_step_is_what_was_seen_of_late() -> None:
 
 
 def test_steps_of_other_numbers_of_sequences_are_expected_to_be_as_slow() -> None:
-    """What is slow is the context; else the number that was seen would look slower than those that were not."""
+    """Long contexts slow all of them; else the number that was seen would look slower than those that were not."""
     costs = StepCosts(FLAT)
     record_steps(costs, 4, 3.0)
     for count in (1, 2, 3, 5, 64):
@@ -99,7 +99,7 @@ def test_steps_of_other_numbers_of_sequences_are_expected_to_be_as_slow() -> Non
 
 
 def test_pass_of_several_sequences_is_to_a_step_of_theirs_as_a_measured_one_is() -> None:
-    """Where launching kernels takes the time, a pass of any width takes longer than a step that is sent ahead."""
+    """A pass of any width takes longer than a step that is sent ahead, if launching kernels takes the time."""
     launches = PassCosts({1: 1.0, 2: 1.4, 128: 1.4})
     costs = StepCosts(launches)
     record_steps(costs, 1, 1.0)

@@ -17,15 +17,16 @@ CONTEXT_TOKENS = 3  # before a token that is guessed
 
 
 class AnyLengthCosts(StepCosts):
-    """Costs by which the best draft has any length."""
+    """Costs by which the best draft has any length, but for widths of passes that are not allowed."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, widths: Container[int] = range(33)) -> None:
         super().__init__(PassCosts({1: 1.0}), learns=False)
-        self._chance = chance
+        self._chance, self._widths = chance, widths
 
     def choose_length(self, known: int, offers: Sequence[DraftOffer], sequences: int, *, by_model: bool = False) -> int:
         longest = max((offer.length for offer in offers), default=0)
-        return min(longest, self._chance.randrange(12), 32 - known)
+        length = min(longest, self._chance.randrange(12), 32 - known)
+        return max((n for n in range(1, length + 1) if known + n in self._widths), default=0)
 
 
 class FixedSpeculation(Speculation):
@@ -102,10 +103,17 @@ def check_cancelled_answer(
 class EagerSpeculation(Speculation):
     """Speculation that drafts at each step, whatever it costs."""
 
-    def __init__(self, earlier: EarlierTokens | None = None, *, corruption: float = 0.1, seed: int = 1) -> None:
+    def __init__(
+        self,
+        earlier: EarlierTokens | None = None,
+        *,
+        corruption: float = 0.1,
+        seed: int = 1,
+        widths: Container[int] = range(33),
+    ) -> None:
         super().__init__(None)
         self._earlier, self._corruption, self._chance = earlier or EarlierTokens(), corruption, random.Random(seed)
-        self.costs = AnyLengthCosts(self._chance)
+        self.costs = AnyLengthCosts(self._chance, widths)
 
     def make_drafter(
         self, prompt: Sequence[int], prediction: Sequence[int], matcher: Matcher | None, ends: Container[int]
