@@ -75,6 +75,11 @@ class Side:
         return self._driver.run(prompt, 1, temperature=1.0, seed=seed).result.resident
 
 
+def measure_speed(served: ServedModel, speculation: Speculation | None, tasks: list[Task], tokens: int) -> float:
+    """Tokens a second of a new scheduler."""
+    return Side(served, speculation).run(tasks, tokens)[0]
+
+
 @dataclass
 class Sides:
     """Sides of a comparison, and the speeds of each by its heading."""
@@ -99,17 +104,16 @@ class Sides:
 
     def compare(self, costs: PassCosts, tasks: list[Task], rounds: int, warm_up: int, tokens: int) -> list[str]:
         """Cells of one row, without the first rounds.  As in a server, what is learned stays for the rounds after."""
-        speculation = Speculation(costs)
         tokens = min(tokens, *(len(task.answer) for task in tasks))
         sides: dict[str, Callable[[], float]] = {
-            "off": lambda: Side(self.served, None).run(tasks, tokens)[0],
-            "auto": lambda: self._run_auto(speculation, tasks, tokens),
-            OFF_AGAIN: lambda: Side(self.served, None).run(tasks, tokens)[0],
+            "off": partial(measure_speed, self.served, None, tasks, tokens),
+            "auto": partial(self._run_auto, Speculation(costs), tasks, tokens),
+            OFF_AGAIN: partial(measure_speed, self.served, None, tasks, tokens),
         }
         for agreement in self.agreements:
             if self.drafted is not None:
-                run = partial(self._run_drafted, self.drafted, costs, tasks, tokens, agreement)
-                sides[_name_drafted(agreement)] = run
+                drafting = _make_drafted_speculation(self.drafted, costs, tasks, agreement)
+                sides[_name_drafted(agreement)] = partial(measure_speed, self.drafted, drafting, tasks, tokens)
             if self.peer_model is not None and len(tasks) == 1:
                 measure = partial(measure_peer, self.served.model, self.peer_model, tasks, tokens, agreement)
                 sides[_name_peer(agreement)] = measure
@@ -130,14 +134,6 @@ class Sides:
         self.tokens_a_pass.append(each)
         return speed
 
-    def _run_drafted(
-        self, drafted: ServedModel, costs: PassCosts, tasks: list[Task], tokens: int, agreement: float
-    ) -> float:
-        assert drafted.draft is not None
-        drafter = ScriptedModelDrafter(drafted.draft, drafted.vocabulary_size, agreement)
-        drafter.texts = [[*task.prompt, *task.answer] for task in tasks]
-        return Side(drafted, Speculation(costs, drafter)).run(tasks, tokens)[0]
-
     def _format_cells(self) -> list[str]:
         medians = {name: statistics.median(speeds) for name, speeds in self.speeds.items()}
         rounds = list(zip(self.speeds["off"], self.speeds["auto"], self.speeds[OFF_AGAIN], strict=True))
@@ -147,6 +143,15 @@ class Sides:
         cells = [f"{off:.0f}", f"{medians['auto']:.0f}", f"{statistics.median(ratios):.2f}", _format_range(ratios)]
         cells += [_format_range(control), f"{statistics.median(self.tokens_a_pass):.2f}"]
         return [*cells, *(f"{medians[name]:.0f}" if name in medians else "" for name in self._more_names)]
+
+
+def _make_drafted_speculation(
+    drafted: ServedModel, costs: PassCosts, tasks: list[Task], agreement: float
+) -> Speculation:
+    assert drafted.draft is not None
+    drafter = ScriptedModelDrafter(drafted.draft, drafted.vocabulary_size, agreement)
+    drafter.texts = [[*task.prompt, *task.answer] for task in tasks]
+    return Speculation(costs, drafter)
 
 
 def _format_range(ratios: list[float]) -> str:

@@ -1,8 +1,8 @@
 """Settings of mlx's CUDA graphs, for a process that computes passes of many shapes.  Any thread, before mlx is used.
 
-mlx makes a graph of every few operations, and keeps 400.  Batches of other sizes and drafts of other lengths need more:
-a graph that was dropped takes tens of milliseconds to make again, and after 800 that were not found mlx raises an
-error, however long ago they were.
+mlx makes a graph of every few operations, and by reports keeps 400.  Batches of other sizes and drafts of other lengths
+need more: a graph that was dropped is made again, and after 800 that were not found mlx raises an error, however long
+ago they were.
 """
 
 import os

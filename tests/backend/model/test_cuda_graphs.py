@@ -1,5 +1,6 @@
 """Settings of mlx's CUDA graphs: set in each process that serves a model, unless its environment has them."""
 
+import os
 import subprocess
 import sys
 
@@ -18,8 +19,9 @@ print(getenv(b"MLX_CUDA_GRAPH_CACHE_SIZE").decode(), getenv(b"MLX_ENABLE_CACHE_T
 
 
 def test_settings_reach_libraries_of_the_process() -> None:
-    printed = subprocess.run([sys.executable, "-c", READ_IN_C], capture_output=True, text=True, check=True).stdout
-    assert printed.split() == ["2000", "0"]
+    unset = {name: value for name, value in os.environ.items() if name not in GRAPH_SETTINGS}
+    done = subprocess.run([sys.executable, "-c", READ_IN_C], capture_output=True, text=True, check=True, env=unset)
+    assert done.stdout.split() == ["2000", "0"]
 
 
 def test_settings_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch) -> None:
