@@ -13,6 +13,7 @@ from rich.console import Console
 
 from support import tiny_models
 from support.backend.small_tokenizers import CHATML, make_byte_level_tokenizer
+from support.device_memory import read_active_memory
 from warmline_backend.doctor import __main__ as command
 from warmline_backend.doctor import files, report
 from warmline_backend.doctor.chat_template import check_template
@@ -366,7 +367,7 @@ def test_weights_are_not_read(copy_model: Copied) -> None:
         file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
         file.truncate(LENGTH_BYTES + len(text) + end)
     change_json(folder, "config.json", vocab_size=vocabulary)
-    held = mx.get_active_memory()
+    held = read_active_memory()
     mx.reset_peak_memory()
     examination = examine_folder(folder, memory_gb=512)
     assert mx.get_peak_memory() - held < 1 << 20

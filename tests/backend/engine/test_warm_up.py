@@ -7,6 +7,7 @@ import pytest
 
 from support.backend.engine_driver import SchedulerDriver
 from support.backend.families import FAMILIES, load_family, make_prompt
+from support.device_memory import read_active_memory
 from warmline_backend.engine import warm_up as module
 from warmline_backend.engine.warm_up import prompt_lengths, warm_up
 from warmline_backend.generation.rates import Rates
@@ -136,7 +137,7 @@ def test_warm_up_leaves_no_memory_and_same_answers(root: Path) -> None:
     model = load_family("llama", root)
     before = SchedulerDriver(model).run(make_prompt(40), temperature=1.0, seed=5).generated
     warm_up(model, make_settings(), LONG_S)
-    held = mx.get_active_memory()
+    held = read_active_memory()
     warm_up(model, make_settings(), LONG_S)
     assert mx.get_active_memory() == held
     assert SchedulerDriver(model).run(make_prompt(40), temperature=1.0, seed=5).generated == before

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 
+from support.device_memory import read_active_memory
 from warmline_backend.generation.chunk_memory import MARGIN, ChunkMemory
 from warmline_backend.model.step_memory import CHUNK_TOKENS_MIN, StepMemory, fit_tokens, halve_chunk
 
@@ -30,7 +31,7 @@ def test_longest_half_that_fits(step: int, room: int, chunk: int) -> None:
 
 
 def test_limit_holds_during_a_chunk_only() -> None:
-    memory = ChunkMemory(LINEAR, mx.get_active_memory() + 8 * MB)
+    memory = ChunkMemory(LINEAR, read_active_memory() + 8 * MB)
     default = mx.set_memory_limit(1 << 40)
     with memory.bound_chunk(32, 0, 0):
         during = mx.set_memory_limit(1 << 40)
@@ -42,7 +43,7 @@ def test_limit_holds_during_a_chunk_only() -> None:
 
 
 def test_chunk_that_takes_more_than_reckoned_is_remembered_at_its_depth() -> None:
-    memory = ChunkMemory(StepMemory((32, 64), (0, 1000), (0, 0), (0, 0)), mx.get_active_memory() + 8 * MB)
+    memory = ChunkMemory(StepMemory((32, 64), (0, 1000), (0, 0), (0, 0)), read_active_memory() + 8 * MB)
     with memory.bound_chunk(64, 500, 0):
         allocate(16 * MB)
     assert 15 * MB * MARGIN < memory.reckon_bytes(64, 600) < 18 * MB * MARGIN

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from support import tiny_models
+from support.device_memory import read_active_memory
 from warmline_backend.kv_cache.batch_caches import BatchFloatKVCache
 from warmline_backend.kv_cache.codecs import CacheLayout
 from warmline_backend.kv_cache.kv import KV
@@ -28,7 +29,7 @@ def measure_step(model: nn.Module, layout: CacheLayout, tokens: int) -> int:
     kv = KV(layout, [], layout.make_empty_cache(), journal_enabled=False)
     for _ in range(DEPTH // STEP):
         kv.prefill(model, [n % 250 for n in range(STEP)])
-    before = mx.get_active_memory()
+    before = read_active_memory()
     mx.reset_peak_memory()
     kv.prefill(model, [n % 250 for n in range(tokens)])
     return mx.get_peak_memory() - before

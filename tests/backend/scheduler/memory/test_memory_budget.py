@@ -1,6 +1,5 @@
 """The memory budget: evictions, waits, reservations, and leases until a save."""
 
-import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from support.backend.engine_driver import EventLog, SchedulerDriver, make_loader, save_segments
 from support.backend.families import compute_cold, load_family, make_prompt
+from support.device_memory import read_active_memory
 from warmline_backend.kv_cache.codecs import STATE
 from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_common.protocol.tokens import pack_tokens
@@ -172,7 +172,7 @@ def test_waiting_copy_holds_only_counted_bytes(root: Path) -> None:
 
     def unaccounted() -> int:
         mx.clear_cache()
-        return mx.get_active_memory() - driver.scheduler.residents.bytes_held - driver.scheduler.running_bytes
+        return read_active_memory() - driver.scheduler.residents.bytes_held - driver.scheduler.running_bytes
 
     _, waiting = driver.submit(make_prompt(300), 4, resident=long, reuse=200, keep=True)
     before = unaccounted()
@@ -308,8 +308,7 @@ def test_peak_memory_stays_within_budget_and_chunk_memory(root: Path, tmp_path: 
     budget = 6 * model.kv_bytes(768)
     driver = SchedulerDriver(model, step=16, budget=budget)
     restore = PendingRestore(driver, tmp_path)
-    gc.collect()
-    base = mx.get_active_memory()
+    base = read_active_memory()
     with measure_peak_above(base) as peak:
         alone = SchedulerDriver(model, step=16)
         log = alone.run(make_prompt(700), 40)
@@ -334,8 +333,7 @@ def test_peak_memory_stays_within_budget_and_chunk_memory(root: Path, tmp_path: 
 
 def test_state_keeps_no_chunk_alive(root: Path) -> None:
     driver = SchedulerDriver(load_family("falcon_h1", root), step=256)
-    gc.collect()
-    base = mx.get_active_memory()
+    base = read_active_memory()
     name, log = driver.submit(make_prompt(600), 4)
     driver.run_until(lambda: log.chunks == [256])
     held = driver.scheduler.save_source.find_kv(256, running_id=name).nbytes
@@ -344,8 +342,7 @@ def test_state_keeps_no_chunk_alive(root: Path) -> None:
 
 def test_requests_that_end_together_keep_no_batch_alive(root: Path) -> None:
     driver = SchedulerDriver(load_family("llama", root), step=256)
-    gc.collect()
-    base = mx.get_active_memory()
+    base = read_active_memory()
     submitted = [driver.submit(make_prompt(300, number + 1), 400) for number in range(4)]
     driver.run_until(lambda: [len(group.sequences) for group in driver.scheduler._queues.groups] == [4])
     for name, _ in submitted:
@@ -355,8 +352,7 @@ def test_requests_that_end_together_keep_no_batch_alive(root: Path) -> None:
 
 
 def test_extracted_state_keeps_no_batch_alive() -> None:
-    gc.collect()
-    base = mx.get_active_memory()
+    base = read_active_memory()
     batch = ArraysCache(size=2)
     batch.cache = [mx.zeros((4, 64, 1024)), None]
     alone = STATE.extract_sequence(batch, 1)
