@@ -140,3 +140,8 @@ def test_docs_have_the_table_of_causes() -> None:
         r"^\| `([\w-]+)` \| (.+?) \| (.*?) ?\|$", (ROOT / "docs" / "explain.md").read_text(), re.MULTILINE
     )
     assert rows == [(name, cause.meaning, cause.advice) for name, cause in CAUSES.items()]
+
+
+def test_page_of_cold_turns_names_causes_as_explain_does() -> None:
+    table = re.findall(r"^\| \d+ \| (.+?) \|", (ROOT / "docs" / "cold-turns.md").read_text(), re.MULTILINE)
+    assert len(table) == 10 and {cause for row in table for cause in re.findall(r"`([\w-]+)`", row)} <= CAUSES.keys()
