@@ -79,9 +79,10 @@ class KV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held when this sequence is alone in its batch."""
+        """Bytes held when this sequence is alone in its batch.  A checkpoint at its end is its layers' own state."""
         journal = sum(_nbytes(rows) for *_, rows in self.journal)
-        states = sum(map(_nbytes, self.checkpoints.values())) + _nbytes(self.rollback_window[1])
+        states = sum(_nbytes(held) for position, held in self.checkpoints.items() if position != self.length)
+        states += _nbytes(self.rollback_window[1])
         points = sum(_nbytes(point.states) + _nbytes(point.windows) for point in self.rewind_points)
         return layers_nbytes(self.layers) + journal + states + points
 
@@ -413,9 +414,9 @@ def _truncate_entry(entry: tuple[int, int, NamedArrays], position: int) -> tuple
 
 
 def layers_nbytes(layers: list[Any]) -> int:
-    """Bytes of all arrays of a cache, buffers as allocated, for any cache class."""
+    """Bytes of all arrays of a cache of any class, buffers as allocated; without a sequence's offset and padding."""
     total: int = tree_reduce(
-        lambda held, value: held + value.nbytes if isinstance(value, mx.array) else held,
+        lambda held, value: held + value.nbytes if isinstance(value, mx.array) and value.ndim > 1 else held,
         [layer.state for layer in layers],
         0,
     )

@@ -139,12 +139,12 @@ class Queues:
         return sum(self._bytes_freed(each) for each in self.expendable)
 
     def _bytes_freed(self, sequence: Sequence) -> int:
-        """Bytes that the end of a sequence frees; a prefill keeps its KV and its last state until they are saved."""
+        """Bytes that the end of a sequence frees; a prefill keeps its KV until it is saved."""
         held = self._bytes_of_request(sequence) if sequence in self.prefilling else sequence.waiting_bytes
         if not sequence.request.leaves_resident or self._served.layout.problem:
             return held
         rows = sequence_bytes(self._served, sequence.kv.rows_at_rest) if sequence.kv.length else 0
-        return held - min(held, rows + self._bytes_of_states(sequence)) - self._served.state_bytes
+        return held - min(held, rows + self._bytes_of_states(sequence))
 
     def bytes_to_copy_into_batch(self, sequences: list[Sequence]) -> int:
         """Bytes that a batch of copies of these KVs takes, beside them."""

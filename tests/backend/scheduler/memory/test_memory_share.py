@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.backend.cold_runs import ColdRun, compare_greedy
@@ -291,6 +291,16 @@ operations = st.one_of(
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3"])
 @settings(max_examples=10)
 @given(planned=st.lists(operations, min_size=4, max_size=24))
+@example(  # the budget is granted to the last byte while requests end
+    planned=[
+        (Storm.submit, 0, 2, 1),
+        (Storm.submit, 0, 3, 1),
+        *((Storm.reserve, tokens) for tokens in (1, 1, 571)),
+        (Storm.step, 2),
+        (Storm.share, 0),
+    ]
+)
+@example(planned=[(Storm.submit, 0, 2, 2), (Storm.reserve, 1504), (Storm.step, 2), (Storm.share, 0)])
 def test_any_shares_hang_nothing_and_change_no_token(
     family: str, root: Path, planned: list[tuple[Callable[..., None], *tuple[int, ...]]]
 ) -> None:
