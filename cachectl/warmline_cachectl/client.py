@@ -240,7 +240,11 @@ def run_locked(home: Home, work: Callable[[Index], T], *, must_be_sound: bool = 
     """
     try:
         budget_bytes, limits = read_disk_budget_bytes(home), read_response_limits(home)
-        with home_lock(home, LOCK_WAIT_S), Index(home, budget_bytes, response_limits=limits) as index:
+        keeps_texts = read_setting(home.root, "titles") == "text"
+        with (
+            home_lock(home, LOCK_WAIT_S),
+            Index(home, budget_bytes, response_limits=limits, keeps_texts=keeps_texts) as index,
+        ):
             if must_be_sound:
                 repair_damage(index)
             return work(index)

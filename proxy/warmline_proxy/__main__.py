@@ -76,7 +76,10 @@ def run(config: ProxyConfig, secret: str) -> None:
     descriptor_count_max = reserve_descriptors(DESCRIPTOR_COUNT_TARGET)
     days, megabytes, budget_bytes = config.responses_keep_days, config.responses_keep_mb, config.disk_budget_bytes
     limits = ResponseLimits.from_settings(days, megabytes, budget_bytes)
-    with home_lock(config.home, LOCK_WAIT_S), Index(config.home, budget_bytes, response_limits=limits) as index:
+    with (
+        home_lock(config.home, LOCK_WAIT_S),
+        Index(config.home, budget_bytes, response_limits=limits, keeps_texts=config.keeps_titles) as index,
+    ):
         reconcile_index(index)
         asyncio.run(serve(config, secret, index, descriptor_count_max))
 

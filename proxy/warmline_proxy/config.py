@@ -65,6 +65,7 @@ class ProxyConfig:
     send_timeout_s: float = get_default("send_timeout_s")
     heartbeat_after_s: float = get_default("heartbeat_after_s")
     on_disconnect: str = get_default("on_disconnect")
+    titles: str = get_default("titles")
     partial_save_tokens: int = get_default("partial_save_tokens")
     drain_timeout_s: float = get_default("drain_timeout_s")
     connections_max: int = get_default("connections_max")
@@ -100,6 +101,10 @@ class ProxyConfig:
     @property
     def stabilize_rules(self) -> tuple[str, ...]:
         return tuple(filter(None, self.stabilize.split(",")))
+
+    @property
+    def keeps_titles(self) -> bool:
+        return self.titles == "text"
 
     @property
     def bind_host(self) -> str:

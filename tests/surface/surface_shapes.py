@@ -29,6 +29,8 @@ def shape(*values: Any) -> Shape:
 
 def _walk(path: str, value: Any) -> Iterator[tuple[str, str]]:
     yield path, _kind(value)
+    if path.endswith("accepted_by_source"):  # which sources there are, if any, depends on the run
+        return
     if isinstance(value, dict):
         for key, below in value.items():
             yield from _walk(f"{path}.{_key(path, key, below)}".lstrip("."), below)
@@ -49,8 +51,8 @@ def _kind(value: Any) -> str:
 
 def _key(path: str, key: str, value: Any) -> str:
     is_token = path.endswith("top_logprobs[]") and isinstance(value, float)
-    depends_on_run = path.endswith(("waits", "accepted_by_source")) and isinstance(value, int | float)
-    return ANY_KEY if is_token or depends_on_run or ID.fullmatch(key) or MODEL_ON_DEVICE.fullmatch(key) else key
+    is_wait = path.endswith("waits") and isinstance(value, float)  # which reasons there are depends on the run
+    return ANY_KEY if is_token or is_wait or ID.fullmatch(key) or MODEL_ON_DEVICE.fullmatch(key) else key
 
 
 def without_ids(text: str) -> str:

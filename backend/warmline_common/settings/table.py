@@ -82,6 +82,9 @@ _ROWS = (
             "let other machines connect: bind all interfaces, with a client key that is made where there is none"),
     Setting("allowed_hosts", "", parsers.parse_hosts, "NAMES", PROXY,
             "further names that clients reach this machine by, separated by commas, or `*` for any name"),
+    Setting("titles", "text", parsers.make_choice_parser("text", "off"), "WHAT", PROXY,
+            "`text`: conversations are shown by the first words of their first user message; `off`: the index keeps "
+            "no words of them, and those kept earlier go"),
     Setting("share_cache", False, parsers.parse_bool, "", PROXY,
             "let all client keys reuse each other's cache"),
     Setting("admin_needs_key", False, parsers.parse_bool, "", PROXY,

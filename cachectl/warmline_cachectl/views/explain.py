@@ -113,7 +113,8 @@ def _format_place(where: DivergencePoint) -> str:
 def _format_stored_now(reply: ExplainReply) -> str:
     now = reply.now
     text = f"Stored now: {now.tokens:,} of its {reply.request.prompt_tokens:,} prompt tokens"
-    text += f", in session {now.session}." if now.session else "; its conversation is not stored, or no longer."
+    name = f"session {now.session}" + (f" ({printable(now.title)})" if now.title else "")
+    text += f", in {name}." if now.session else "; its conversation is not stored, or no longer."
     if reply.where is None:
         return text
     return f"{text}  What it parted from is {'still' if now.branch else 'not (or no longer)'} on disk."

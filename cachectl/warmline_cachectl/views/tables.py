@@ -92,6 +92,11 @@ def _format_span(row: dict[str, Any]) -> str:
     return f"{row['start']:,}-{row['end']:,}"
 
 
+def _format_label(row: dict[str, Any]) -> str:
+    """Title of a conversation, or else the client's name for it."""
+    return str(row["title"] or row["client"])
+
+
 def _format_yes(flag: bool) -> str:
     return "yes" if flag else ""
 
@@ -108,7 +113,7 @@ LISTING_COLUMNS = (
     Column("alone", lambda row: format_size(row["bytes_alone"]), 2),
     Column("shared", lambda row: format_size(row["bytes_shared"]), 3),
     Column("idle", lambda row: format_duration(row["idle_s"])),
-    Column("client", lambda row: " ".join(filter(None, (row["client"], row["pinned"] and "(pinned)"))), 1, "text"),
+    Column("title", lambda row: " ".join(filter(None, (_format_label(row), row["pinned"] and "(pinned)"))), 1, "text"),
 )
 CONVERSATION_COLUMNS = (
     Column("session", lambda row: row["id"], kind="id"),
@@ -123,7 +128,7 @@ CONVERSATION_COLUMNS = (
     Column("age", lambda row: format_duration(row["age_s"]), 8),
     Column("idle", lambda row: format_duration(row["idle_s"])),
     Column("pinned", lambda row: _format_yes(row["pinned"]), 1, "text", is_optional=True),
-    Column("client", lambda row: row["client"], 2, "text"),
+    Column("title", lambda row: _format_label(row), 2, "text"),
 )
 SEGMENT_COLUMNS = (
     Column("segment", lambda row: row["id"], kind="id"),

@@ -84,9 +84,10 @@ def bytes_used(totals: Mapping[str, int]) -> int:
 
 
 def _build_request(row: View, before: View | None, since_s: float) -> View:
-    names = ("id", "client_model", "client_session", "phase", "source", "age_s", "queue_s", "ttft_s", "expected_ttft_s")
+    names = ("id", "client_model", "client_session", "title", "phase", "source")
+    times = ("age_s", "queue_s", "ttft_s", "expected_ttft_s")
     tokens = ("prompt_tokens", "reused_tokens", "prefilled_tokens", "spoken")
-    shown = {name: row[name] for name in (*names, *tokens)}
+    shown = {name: row[name] for name in (*names, *times, *tokens)}
     prompt = row["prompt_tokens"]
     return shown | {
         "progress": min(1.0, row["prefilled_tokens"] / prompt) if prompt else 0.0,
@@ -159,7 +160,7 @@ def _render_requests(rows: list[View], wide: bool, has_models: bool) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("prompt", "tok/s", "age", *(["first token"] if wide else [])):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("client session", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("conversation", no_wrap=True, overflow="ellipsis", ratio=1)
     for row in rows[:REQUESTS_MAX]:
         table.add_row(
             printable(row["id"][:8]),
@@ -171,7 +172,7 @@ def _render_requests(rows: list[View], wide: bool, has_models: bool) -> Table:
             f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "",
             format_duration(row["age_s"]),
             *([_format_first_token(row)] if wide else []),
-            printable(row["client_session"] or "-"),
+            printable(row["title"] or row["client_session"] or "-"),
         )
     if len(rows) > REQUESTS_MAX:
         table.caption = f"and {len(rows) - REQUESTS_MAX} more"

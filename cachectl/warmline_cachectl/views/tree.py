@@ -94,7 +94,10 @@ def _build_node(forest: Forest, links: list[SegmentRow], parent: str, depth: int
         "bytes_below": weight,
         "segments_below": len(links),
         "pinned": all(link.pinned for link in links),
-        "sessions": [{"id": row.id, "client": row.client} for row in forest.sessions_by_leaf.get(links[-1].id, ())],
+        "sessions": [
+            {"id": row.id, "title": row.title, "client": row.client}
+            for row in forest.sessions_by_leaf.get(links[-1].id, ())
+        ],
     }
 
 
@@ -166,6 +169,6 @@ def _format_label(node: View) -> str:
         words.append(format_count(node["checkpoints"], "checkpoint"))
     if node["pinned"]:
         words.append("pinned")
-    ends = [f"{row['id']} {row['client']}".strip() for row in node["sessions"][:3]]
+    ends = [f"{row['id']} {row['title'] or row['client']}".strip() for row in node["sessions"][:3]]
     more = len(node["sessions"]) - len(ends)
     return "  ".join(words) + (f"  ● {', '.join(ends)}" if ends else "") + (f" and {more} more" if more > 0 else "")

@@ -64,7 +64,7 @@ def build_file(forest: Forest, kind: str, file_id: str) -> View:
 def build_listing(forest: Forest, now: float) -> View:
     """Short rows of the conversations, last used first, and the sums of all."""
     names = ["id", "key", "model", "tokens", "bytes", "bytes_alone", "bytes_shared"]
-    names += ["pinned", "last_used", "idle_s", "client"]
+    names += ["pinned", "last_used", "idle_s", "title", "client"]
     view = build_conversations(forest, now)
     del view["quarantined"]
     return {**view, "sessions": [{name: row[name] for name in names} for row in view["sessions"]]}
@@ -135,6 +135,7 @@ def _session_row(forest: Forest, row: SessionRow, now: float) -> View:
         "id": row.id,
         "key": forest.owner_labels.find_label(row.root),
         "model": row.model,
+        "title": row.title,
         "client": row.client,
         "tokens": row.tokens,
         "bytes": sum(weights.values()),

@@ -36,6 +36,7 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     endpoint: str
     client_model: str
     client_session: str  # the client's name of the conversation
+    title: str = ""  # of the conversation
     phase: str  # "loading": it waits for its model; else a RequestStatus
     source: str  # as in RequestRecord; "" until planned
     age_s: float
@@ -188,6 +189,7 @@ def build_live_request(request: Request) -> LiveRequest:
     return LiveRequest(
         **{name: getattr(request_log, name) for name in LOG_FIELDS},
         client_session=request_log.session_hint,
+        title=request.title,
         phase="loading" if request.model_wait else request.status,
         source=request_log.plan.source if request_log.plan else "",
         expected_ttft_s=request_log.plan.expected_ttft_s if request_log.plan else 0.0,

@@ -91,12 +91,12 @@ def import_archive(
         plan = _begin_save(index, manifest, headers, root)
         if plan is None:
             session = _find_continued_session(index, manifest, root)
-            session = session or index.record_session(root, manifest.tokens, _make_session_update(manifest, 0))
+            session = session or index.record_session(root, manifest.tokens, _make_session_update(index, manifest, 0))
             return _record_turns(index, manifest, root, _make_reply(manifest, session))
         try:
             reply = _write_files(index, archive, headers, plan, lambda done, of: progress(whole + done, whole + of))
             committed = index.commit_save(
-                plan, reply, prefill_s=_prefill_cost_s(manifest, plan), session=_make_session_update(manifest, 1)
+                plan, reply, prefill_s=_prefill_cost_s(manifest, plan), session=_make_session_update(index, manifest, 1)
             )
         except BaseException:
             index.abort_save(plan)
@@ -130,10 +130,15 @@ def _find_continued_session(index: Index, manifest: Manifest, root: bytes) -> st
     return ""
 
 
-def _make_session_update(manifest: Manifest, requests: int) -> SessionUpdate:
+def _make_session_update(index: Index, manifest: Manifest, requests: int) -> SessionUpdate:
     """`requests`: 1 where some tokens are new here, so that the archive's requests count; else 0."""
     session = manifest.session
-    return SessionUpdate(turn_end=session.turn_end, client=session.client, requests=requests * session.requests)
+    return SessionUpdate(
+        turn_end=session.turn_end,
+        client=session.client,
+        title=session.title if index.keeps_texts else "",
+        requests=requests * session.requests,
+    )
 
 
 def _begin_save(index: Index, manifest: Manifest, headers: Sequence[SegmentHeader], root: bytes) -> SavePlan | None:

@@ -40,11 +40,12 @@ class CheckpointEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bytes_count: Size
 
 
-class SessionEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SessionEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Session, as rows.SessionRow."""
 
     id: Name
     client: Name
+    title: Name = ""
     turn_end: Position
     created: Seconds  # Unix
     last_used: Seconds

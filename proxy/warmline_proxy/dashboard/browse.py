@@ -39,7 +39,8 @@ class RequestSummary(msgspec.Struct, kw_only=True):
     endpoint: str
     client_model: str
     session: str
-    client: str = ""  # the client's name of the stored conversation
+    title: str = ""  # of the stored conversation
+    client: str = ""  # the client's name of it
     created: float = 0.0  # of the stored conversation
     key: str
     outcome: str
@@ -82,6 +83,7 @@ class RequestsReply(msgspec.Struct, kw_only=True):
 
 class SessionSummary(msgspec.Struct, kw_only=True):
     id: str
+    title: str
     client: str  # the client's name
     model: str
     key: str  # owner label
@@ -110,6 +112,7 @@ class NodeSession(msgspec.Struct, kw_only=True):
     """A conversation that ends at a node."""
 
     id: str
+    title: str
     client: str
     created: float
 
@@ -158,8 +161,9 @@ RUN_FIELDS = (
     *("id", "root", "model", "start", "end", "hits", "last_used", "pinned", "checkpoints"),
     *("sessions_below", "segments_below", "bytes_below"),
 )
-SESSION_ROW_FIELDS = ("id", "client", "model", "tokens", "requests", "hits", "created", "last_used", "pinned")
+SESSION_ROW_FIELDS = ("id", "title", "client", "model", "tokens", "requests", "hits", "created", "last_used", "pinned")
 SORT_KEYS: dict[str, Callable[[ConversationSummary], Any]] = {
+    "title": lambda each: (each.row.label.casefold(), each.row.created),
     "client": lambda each: (each.row.client.casefold(), each.row.created),
     "model": lambda each: each.row.model.casefold(),
     "tokens": attrgetter("row.tokens"),
@@ -254,7 +258,7 @@ def _parse_page(request: web.Request) -> tuple[int, int]:
 def _build_request_summary(record: RequestRecord, session: SessionRow | None, owners: OwnerLabels) -> RequestSummary:
     line = convert(record, RequestSummary, from_attributes=True)
     if session:
-        line.client, line.created = session.client, session.created
+        line.title, line.client, line.created = session.title, session.client, session.created
     line.key = owners.format_key_name(record)
     line.cause = record.parting.cause if record.parting else ""
     return line
@@ -272,7 +276,7 @@ def _build_sessions_reply(cache: _SummaryCache, offset: int, count: int, sort: s
 def _matches_search(conversation: ConversationSummary, cache: _SummaryCache, search_text: str) -> bool:
     """True if the session's id, its names or its key's name contain the text."""
     row = conversation.row
-    names = (row.id, row.client, row.model, cache.owner_labels.find_label(row.root))
+    names = (row.id, row.title, row.client, row.model, cache.owner_labels.find_label(row.root))
     return any(search_text in name.casefold() for name in names)
 
 

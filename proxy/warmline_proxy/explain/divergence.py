@@ -90,6 +90,8 @@ class DivergenceRecorder:
         except UpstreamError as error:
             log.debug("the text at a prompt's divergence is not known: %s", error)
         found.cause = find_cause(why, found)
+        if not self.index.keeps_texts:
+            found.stored_text = found.prompt_text = ""
         if request.log.divergence is divergence:  # else the request was planned again, or a purge cleared it
             request.log.divergence = found
 

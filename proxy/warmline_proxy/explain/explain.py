@@ -65,6 +65,7 @@ class StoredState(msgspec.Struct, kw_only=True):
     """Part of a request that is stored now."""
 
     session: str  # "" where the conversation is not stored
+    title: str = ""  # of the conversation, or the client's name for it
     tokens: int  # of the request's prompt
     branch: bool  # whether the branch is stored from which the prompt diverged
 
@@ -203,7 +204,8 @@ def _read_stored_state(reader: IndexReader, record: RequestRecord) -> StoredStat
     session = _find_session(reader, record)
     branch = _is_branch_stored(reader, record, session)
     tokens = min(session.tokens, record.prompt_tokens) if session else 0
-    return StoredState(session=session.id if session else "", tokens=tokens, branch=branch)
+    session_id, title = (session.id, session.label) if session else ("", "")
+    return StoredState(session=session_id, title=title, tokens=tokens, branch=branch)
 
 
 def _is_branch_stored(reader: IndexReader, record: RequestRecord, session: SessionRow | None) -> bool:

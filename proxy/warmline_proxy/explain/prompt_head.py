@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from warmline_common.process.redaction import is_field_name
-from warmline_common.protocol.messages import convert, decode
 from warmline_common.protocol.tokens import count_common_chars
 from warmline_proxy.api.base import Fields
+from warmline_proxy.api.chat_messages import decode_as, decode_elements, extract_texts
 from warmline_proxy.explain.volatile import (
     BILLING,
     DATES,
@@ -55,26 +55,6 @@ def _extract_tools(value: Any) -> tuple[bytes, ...]:
     tools = decode_as(value, list) or ()
     known = tuple(msgspec.json.encode(tool, order="sorted") for tool in tools if isinstance(tool, dict))
     return known if sum(map(len, known)) <= TOOLS_BYTES_MAX else ()
-
-
-def decode_elements(value: Any) -> list[Any]:
-    """Decode a list; the elements of a raw one stay raw, since only those of the head are needed."""
-    return decode_as(value, list[msgspec.Raw] if isinstance(value, msgspec.Raw) else list) or []
-
-
-def decode_as(value: Any, kind: Any) -> Any:
-    """Decode a value of that type; None where it has another type, or is no JSON."""
-    try:
-        return decode(value, kind) if isinstance(value, msgspec.Raw) else convert(value, kind)
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-
-
-def extract_texts(content: Any) -> list[str]:
-    """Texts of a message's content, a string or parts, each an object or a string."""
-    parts = content if isinstance(content, list) else [content]
-    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
-    return [text for text in texts if isinstance(text, str)]
 
 
 def describe_changes(old: PromptHead, new: PromptHead) -> str:

@@ -71,10 +71,11 @@ class Index(IndexReader):
         *,
         map_bytes: int = MAP_BYTES,
         response_limits: ResponseLimits = DEFAULT_LIMITS,
+        keeps_texts: bool = True,
     ) -> None:
         self.home = home
         self.budget_bytes = budget_bytes
-        self.response_limits = response_limits
+        self.response_limits, self.keeps_texts = response_limits, keeps_texts  # setting `titles`
         self.read_only = ""  # reason why nothing can be written, while stored data can be read
         self.read_only_code = ""  # as get_error_code
         self.on_flush: Callable[[IndexStoreError | None], object] = _log_flush_error

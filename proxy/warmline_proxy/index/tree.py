@@ -177,6 +177,7 @@ def advance_session(
     row.requests += update.requests
     row.hits += update.hit
     row.client = update.client or row.client
+    row.title = row.title or update.title
     tables.put_session(row)
     return row.id
 

@@ -201,7 +201,9 @@ class Pipeline:
         )
         timeouts = self.timeouts.override_by_headers(http_request.headers)
         self._header_notices.log_typos(http_request.headers)
-        request = self.registry.add(Request(request_log, response, timeouts, client=client))
+        request = self.registry.add(
+            Request(request_log, response, timeouts, client=client, has_title=self.config.keeps_titles)
+        )
         set_request_id(request.log.id)
         return request, response
 
@@ -266,7 +268,7 @@ class Pipeline:
         )
         branch_request = Request(branch_log, branch, request.timeouts, client=request.client, caller=request.caller)
         branch_request.call, branch_request.assigned_backend = branch.call, request.backend
-        branch_request.names_model = request.names_model
+        branch_request.names_model, branch_request.has_title = request.names_model, request.has_title
         branch_request.is_admitted, request.is_admitted = True, False
         self.registry.add(branch_request)
         set_request_id(branch_log.id)

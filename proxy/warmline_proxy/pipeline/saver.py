@@ -95,7 +95,7 @@ class Saver:
         checkpoints = [at for at in positions if at <= until]
         source = SaveRequest(request_id="", running=request.log.id)
         entry = ResidentEntry(request.root, prompt.tokens[: until * TOKEN_BYTES])
-        session = SessionUpdate(turn_end=prompt.turn_end, client=request.log.session_hint, requests=0)
+        session = _describe_session(request, prompt.turn_end, requests=0)
         unsaved = _PendingSave(request.backend, source, entry, checkpoints, request.model, layout, session)
         is_complete = False
         with _log_failures("request %s: its first %d tokens could not be saved yet: %s", request.log.id, until):
@@ -154,7 +154,7 @@ class Saver:
             return
         is_hit = request_log.plan is not None and request_log.plan.reuse >= BLOCK_TOKENS  # less may match by chance
         source, entry = SaveRequest(request_id="", resident=result.resident), resident_after_generation(request, result)
-        session = SessionUpdate(turn_end=request.prompt.turn_end, client=request_log.session_hint, hit=is_hit)
+        session = _describe_session(request, request.prompt.turn_end, hit=is_hit)
         pending = _PendingSave(request.backend, source, entry, result.checkpoints, request.model, layout, session)
         saved = await self._save(pending)
         request_log.session, request_log.saved_tokens = saved.session, saved.tokens
@@ -358,6 +358,11 @@ class _PendingSave:
     model: str
     layout: KvLayout
     session: SessionUpdate
+
+
+def _describe_session(request: Request, turn_end: int, *, hit: bool = False, requests: int = 1) -> SessionUpdate:
+    client = request.log.session_hint
+    return SessionUpdate(turn_end=turn_end, client=client, title=request.title, hit=hit, requests=requests)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from warmline_common.protocol.messages import GenerationResult, KvLayout, PromptReply
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
@@ -15,6 +16,7 @@ from warmline_proxy.models.backend import Backend
 from warmline_proxy.models.gate import GateWait
 from warmline_proxy.planner import PromptShape, RunningRequest, has_fixed_positions
 from warmline_proxy.request.deadlines import CancelScope, Clock, RequestTimeouts
+from warmline_proxy.request.title import make_title
 from warmline_proxy.request_log import RequestLog
 from warmline_proxy.response.relay import ResponseSink
 from warmline_proxy.upstream.generation_stream import GenerationListener, GenerationStream
@@ -51,6 +53,7 @@ class Request:
     ticket: Ticket | None = None  # a request of several choices has handed it to its first branch
     branches: list["Request"] = field(default_factory=list)  # one a choice, where several were asked for
     call: ApiCall | None = None
+    has_title: bool = False  # titles are kept: setting `titles`
     assigned_backend: Backend | None = None  # of the model that the call names
     names_model: bool = True  # the call names a configured model, for which others may be unloaded
     model: str = ""  # the served model's name
@@ -80,6 +83,16 @@ class Request:
     released: asyncio.Event = field(default_factory=asyncio.Event)  # the engine works on it no more, or never did
     saved: asyncio.Event = field(default_factory=asyncio.Event)  # on disk, or not going to be
     _status: RequestStatus = field(default=RequestStatus.ARRIVING, init=False)
+
+    @cached_property
+    def _title(self) -> str:
+        assert self.call is not None
+        return make_title(self.call.fields)
+
+    @property
+    def title(self) -> str:
+        """Title of its conversation; "" where titles are not kept, or before its body is read."""
+        return self._title if self.has_title and self.call else ""
 
     @property
     def model_wait(self) -> GateWait | None:

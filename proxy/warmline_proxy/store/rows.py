@@ -73,7 +73,13 @@ class SessionRow(msgspec.Struct, kw_only=True):
     requests: int = 1
     hits: int = 0
     client: str = ""  # the client's name for it (X-Session-ID ...); a hint for people, never proof
+    title: str = ""  # first words of its first user message; "" where there are none, or `titles` is off
     pinned: bool = False  # files that were stored when it was pinned are not evicted
+
+    @property
+    def label(self) -> str:
+        """Name for people: the title, else the client's name for it, else ""."""
+        return self.title or self.client
 
 
 class TurnRow(msgspec.Struct, kw_only=True):
@@ -236,6 +242,7 @@ class SessionUpdate(msgspec.Struct, kw_only=True):
 
     turn_end: int  # PromptReply.turn_end
     client: str = ""
+    title: str = ""
     hit: bool = False  # the request reused a block or more
     requests: int = 1  # 0 where a part of a request is saved
 

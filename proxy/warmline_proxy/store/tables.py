@@ -210,9 +210,13 @@ class Tables:
         """True where the file may still hold purged data."""
         return self.get("meta", PURGED_DATA_KEY) is not None
 
+    def mark_erasable(self) -> None:
+        """Note that the index's file may still hold removed data."""
+        self.put("meta", PURGED_DATA_KEY, b"")
+
     def mark_purged(self) -> None:
         """Note that the index's file, and a backend's memory, may still hold purged data."""
-        self.put("meta", PURGED_DATA_KEY, b"")
+        self.mark_erasable()
         self.put("meta", PURGE_NOTICE_KEY, b"")
 
     def has_purge_notice(self) -> bool:

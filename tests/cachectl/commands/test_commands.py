@@ -30,11 +30,11 @@ SEGMENT = (
     "checkpoints"
 )
 SESSION = (
-    "id key model client tokens bytes bytes_alone bytes_shared segments checkpoints requests hits created last_used "
+    "id key model title client tokens bytes bytes_alone bytes_shared segments checkpoints requests hits created last_used "
     "age_s idle_s leaf pinned"
 )
 SIZES = "bytes_alone bytes_shared bytes_unlisted"
-LISTING = "id key model tokens bytes bytes_alone bytes_shared pinned last_used idle_s client"
+LISTING = "id key model tokens bytes bytes_alone bytes_shared pinned last_used idle_s title client"
 SHAPES = {  # by verb: the names at the top, and of the first row of each list
     "ls": {"": f"sessions {SIZES}", "sessions": LISTING},
     "ls SESSION": {"": "session segments", "segments": "id start end bytes checkpoints shared pinned"},

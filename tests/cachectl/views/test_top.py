@@ -50,7 +50,7 @@ def test_json_names_of_top() -> None:
     names = "at model backend models persistence running queued settling connections requests engine memory disk reuse"
     assert set(view) == set(names.split())
     names = (
-        "id client_model client_session phase source age_s queue_s ttft_s expected_ttft_s prompt_tokens "
+        "id client_model client_session title phase source age_s queue_s ttft_s expected_ttft_s prompt_tokens "
         "reused_tokens prefilled_tokens spoken progress tokens_per_s"
     )
     assert set(view["requests"][0]) == set(names.split())
@@ -60,7 +60,7 @@ def test_screen_fits_width() -> None:
     text = render_text(top_view.build_snapshot(make_status(100.0, make_live_row()), RECORDS))
     for part in ("glm, up", "1 running, 2 waiting, 1 being saved", "31.0 GB of 50.0 GB", "45% of the prompts"):
         assert part in text
-    assert "task-17" in text and "restored" not in text
+    assert "Fix the parser" in text and "restored" not in text
     assert max(map(len, text.splitlines())) <= 80
     wide = render_text(top_view.build_snapshot(make_status(100.0, make_live_row()), RECORDS), columns=100)
     assert "restored" in wide and "~12" in wide and "~12" not in text, "the first token is expected"

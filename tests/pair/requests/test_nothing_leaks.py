@@ -161,9 +161,10 @@ def start_pair(folder: Path, home: Path, *flags: str) -> Pair:
 def written(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator["WrittenBytes"]:
-    flags = ("--log-format", "json", "--log-files") if request.param == "json" else ()
+    json_flags = ("--log-format", "json", "--log-files", "--titles", "off", "--responses-keep-days", "0")
+    flags = json_flags if request.param == "json" else ()
     with start_pair(folder, tmp_path_factory.mktemp("leaks"), *flags) as pair:
-        recorder = WrittenBytes(pair)
+        recorder = WrittenBytes(pair, keeps_titles=not flags)
         recorder.send_all_requests()
         if request.param == "json":
             recorder.kill_backend()
@@ -181,8 +182,8 @@ def written(
 class WrittenBytes:
     """Requests to a pair, and every byte that the pair wrote."""
 
-    def __init__(self, pair: Pair) -> None:
-        self.pair, self.good, self.bad = pair, list[Reply](), list[Reply]()
+    def __init__(self, pair: Pair, *, keeps_titles: bool) -> None:
+        self.pair, self.keeps_titles, self.good, self.bad = pair, keeps_titles, list[Reply](), list[Reply]()
         self.texts: dict[str, str] = {}
 
     def send_all_requests(self) -> None:
@@ -254,6 +255,17 @@ def test_logs_have_no_text_key_or_secret(written: WrittenBytes) -> None:
         if any(trace in line.lower() for trace in (*TRACES, secret))
     ]
     assert not found
+
+
+def test_titles_off_keeps_no_text_in_the_home(written: WrittenBytes) -> None:
+    home = written.pair.home
+    paths = [path for path in home.root.rglob("*") if path.is_file() and home.segments not in path.parents]
+    words = [word.encode(coding) for word in TRACES[:2] for coding in ("utf-8", "utf-16-le")]
+    found = [path for path in paths if any(word in path.read_bytes().lower() for word in words)]
+    if written.keeps_titles:
+        assert found and all(home.index in path.parents for path in found)
+    else:
+        assert not found
 
 
 def test_errors_have_no_message_or_secret(written: WrittenBytes) -> None:

@@ -140,7 +140,7 @@ async def test_path(tmp_path: Path) -> None:
         path = await get_json(served, "/warmline/path", session=line["id"])
         assert [each["start"] for each in path["nodes"]] == [0, 0, 128] and path["tokens"] == line["tokens"]
         leaf = path["nodes"][-1]
-        assert leaf["ending"] == [{"id": line["id"], "client": "client-5", "created": line["created"]}]
+        assert leaf["ending"] == [{"id": line["id"], "title": "", "client": "client-5", "created": line["created"]}]
         assert await get_json(served, "/warmline/path", segment=leaf["id"]) == path
 
 
@@ -188,7 +188,7 @@ async def test_activity(tmp_path: Path) -> None:
     [
         ("/warmline/sessions", {"count": "201"}, 400, "count must be a whole number from 0 to 200"),
         ("/warmline/sessions", {"offset": "-1"}, 400, "offset must be a whole number"),
-        ("/warmline/sessions", {"sort": "colour"}, 400, "sort must be one of client, model,"),
+        ("/warmline/sessions", {"sort": "colour"}, 400, "sort must be one of title, client, model,"),
         ("/warmline/activity", {"count": "many"}, 400, "count must be"),
         ("/warmline/tree", {"parent": "0" * 32}, 404, "is not stored"),
         ("/warmline/tree", {"parent": "<script>"}, 404, "'<script>' is not stored"),

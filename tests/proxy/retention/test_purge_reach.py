@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from support.index.indexes import (
@@ -23,7 +24,7 @@ from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.recovery.startup import ReconcileReport, reconcile
 from warmline_proxy.index.responses import ResponseEntry
 from warmline_proxy.retention.purge import preview_purge, purge, remove_sampled_turns
-from warmline_proxy.store.rows import PurgeRequest, RequestRecord
+from warmline_proxy.store.rows import Divergence, PurgeRequest, RequestRecord
 
 CANARY = list(range(77_000, 77_200))
 KEPT = list(range(5_000, 5_200))
@@ -32,7 +33,8 @@ KEPT = list(range(5_000, 5_200))
 @pytest.fixture
 def sessions(index: Index) -> Iterator[tuple[str, str]]:
     """Sessions of the conversation to be purged and of the one to be kept."""
-    yield save(index, CANARY, client="canary-client").session, save(index, KEPT, client="kept-client").session
+    kept = save(index, KEPT, client="kept-client", title="kept title").session
+    yield save(index, CANARY, client="canary-client", title="canary title").session, kept
 
 
 def make_record(number: int, session: str = "", root: bytes = ROOT, at: float = 1e9) -> RequestRecord:
@@ -64,7 +66,7 @@ def test_purge_leaves_no_bytes_in_home(index: Index, sessions: tuple[str, str], 
     index.quarantine(index.sessions()[0].leaf, "checksum")
     assert len(find_files_with(index.home, tokens)) >= 2
     purge(index, PurgeRequest(everything=True) if everything else PurgeRequest(session=session))
-    for left in (tokens, pack_tokens(CANARY[:20]), b"canary-client", session.encode()):
+    for left in (tokens, pack_tokens(CANARY[:20]), b"canary-client", b"canary title", session.encode()):
         if everything or left != pack_tokens(CANARY[:20]):
             assert find_files_with(index.home, left) == []
     assert everything or find_files_with(index.home, pack_tokens(KEPT[-20:]))
@@ -77,6 +79,22 @@ def test_remove_sampled_turns_removes_late_turn_alone(index: Index, sessions: tu
     remove_sampled_turns(index, [(late.root, late.calls[0])])
     index.compact()
     assert index.turns(ROOT, [late.calls[0], other.calls[0]]) == [other]
+
+
+def test_start_without_titles_removes_all_texts(index: Index, sessions: tuple[str, str]) -> None:
+    divergence = Divergence(at=3, begins=0, stored=b"", prompt=b"", stored_text="it was", prompt_text="it is now")
+    index.record_request(msgspec.structs.replace(make_record(1, sessions[0]), parting=divergence))
+    index.flush()
+    assert save(index, [*KEPT, 9], title="another").session == sessions[1]
+    assert {row.title for row in index.sessions()} == {"canary title", "kept title"}
+    texts = (b"canary title", b"kept title", b"it was", b"it is now")
+    assert all(find_files_with(index.home, text) for text in texts)
+    index.keeps_texts = False
+    report = reconcile(index)
+    assert (report.texts_removed, report.purges_ended) == (3, 1)
+    assert not any(find_files_with(index.home, text) for text in texts)
+    assert {row.client for row in index.sessions()} == {"canary-client", "kept-client"}
+    assert reconcile(index) == ReconcileReport()
 
 
 def test_next_start_completes_purge_killed_before_compaction(

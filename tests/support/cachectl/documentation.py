@@ -42,8 +42,8 @@ class _FixedIds:
 def make_documented_home(path: Path) -> Home:
     home = make_home(path)
     with mock.patch.object(tree, "secrets", _FixedIds()), Index(home, 1 << 30) as index:
-        save(index, [*STEM, 1, *range(900)], checkpoints=[6000], turn_end=6001, client="terminal-agent/task-17")
-        save(index, [*STEM, 2, *range(9000)], turn_end=6001, client="terminal-agent/task-18")
+        save(index, [*STEM, 1, *range(900)], checkpoints=[6000], turn_end=6001, title="Fix the parser's test")
+        save(index, [*STEM, 2, *range(9000)], turn_end=6001, title="Add an option --json")
         save(index, [7] * 2500, client="opencode")
         save(index, [9] * 40)
         index.quarantine(index.match_prefix(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")

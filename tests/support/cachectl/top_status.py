@@ -41,6 +41,7 @@ def make_live_row(request: str = "r1", **changes: Any) -> dict[str, Any]:
         "id": request,
         "client_model": "any",
         "client_session": "task-17",
+        "title": "Fix the parser's test",
         "phase": "prefilling",
         "source": "restored",
         "age_s": 12.0,

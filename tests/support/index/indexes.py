@@ -146,10 +146,11 @@ def _write(home: Home, meta: FileMeta, tokens: bytes | None, tensors: dict[str, 
 
 
 def commit_save(
-    index: Index, plan: SavePlan, turn_end: int = 0, client: str = "", prefill_s: float = 1.0
+    index: Index, plan: SavePlan, turn_end: int = 0, client: str = "", prefill_s: float = 1.0, title: str = ""
 ) -> SaveResult:
     reply = write_plan(index.home, plan)
-    return index.commit_save(plan, reply, prefill_s=prefill_s, session=SessionUpdate(turn_end=turn_end, client=client))
+    session = SessionUpdate(turn_end=turn_end, client=client, title=title)
+    return index.commit_save(plan, reply, prefill_s=prefill_s, session=session)
 
 
 def save(
@@ -160,9 +161,10 @@ def save(
     client: str = "",
     prefill_s: float = 1.0,
     may_replace: bool = True,
+    title: str = "",
 ) -> SaveResult:
     plan = plan_save(index, ids, checkpoints, may_replace)
-    return commit_save(index, plan, turn_end, client, prefill_s)
+    return commit_save(index, plan, turn_end, client, prefill_s, title)
 
 
 def count_matched(index: Index, ids: Sequence[int], root: bytes = ROOT) -> int:

@@ -52,8 +52,8 @@ export function clock(at) {
   return then.toDateString() === now.toDateString() ? time : `${day(then)} ${time.slice(0, 5)}`;
 }
 
-/** What a conversation is called: as its client calls it, or else by when it was first stored. */
-export const nameOf = ({ client, created }) => client || `conversation started ${clock(created)}`;
+/** Title of a conversation, or else as its client calls it, or else by when it was first stored. */
+export const nameOf = ({ title, client, created }) => title || client || `conversation started ${clock(created)}`;
 
 const day = (then) => `${then.getDate()} ${MONTHS[then.getMonth()]}`;
 

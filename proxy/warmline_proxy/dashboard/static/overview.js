@@ -130,7 +130,7 @@ function phaseOf({ phase, source }) {
 function updateLive(element, request) {
   if (!request) return;
   const [who, phase, bar, amount] = element.children;
-  const name = request.client_session || request.client_model || request.endpoint;
+  const name = request.title || request.client_session || request.client_model || request.endpoint;
   setText(who, name);
   setAttribute(who, "title", `${request.id} ${request.client_model} ${request.client_session}`);
   setText(phase, `${phaseOf(request)}, ${age(request.age_s)}`);

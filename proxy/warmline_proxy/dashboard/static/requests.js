@@ -91,7 +91,7 @@ function createRow(request) {
 function updateRow(item, request, longest) {
   const [at, who, source, bar, spoken, tokens, ttft, reason] = item.firstChild.children;
   setText(at, clock(request.at));
-  const name = request.client || request.created ? nameOf(request) : "";
+  const name = request.title || request.client || request.created ? nameOf(request) : "";
   setText(who, [name, request.client_model || request.endpoint].filter(Boolean).join(" · "));
   setAttribute(who, "title", `${request.endpoint} ${request.client_model} ${request.id}`);
   setText(source, request.outcome === "ok" ? request.source : request.outcome);

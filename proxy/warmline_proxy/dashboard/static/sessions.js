@@ -9,7 +9,7 @@ const PAGE = 12;
 const NAMED_MAX = 6; // conversations that the question before a purge names
 const SEARCH_REST_MS = 200;
 const COLUMNS = [
-  { name: "client", title: "Conversation" },
+  { name: "title", title: "Conversation" },
   { name: "tokens", title: "Tokens", first: "-" },
   { name: "bytes", title: "On disk", first: "-" },
   { name: "bytes_alone", title: "Alone", first: "-", hint: "on disk for it alone: no other conversation shares it" },
@@ -96,7 +96,7 @@ function updateRow(row, session) {
   const [name, tokens, size, alone, requests, used, actions] = row.children;
   const title = nameOf(session);
   setText(name.firstChild, title);
-  name.firstChild.classList.toggle("unnamed", !session.client);
+  name.firstChild.classList.toggle("unnamed", !(session.title || session.client));
   setText(name.lastChild, [session.id, session.key, session.model].filter(Boolean).join(" · "));
   setAttribute(name, "title", [title, session.key, session.model].filter(Boolean).join(" · "));
   setText(tokens, short(session.tokens));

@@ -12,6 +12,7 @@ from warmline_proxy.index.recovery.orphans import delete_orphans
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.index.recovery.verify import find_table_damage
 from warmline_proxy.index.save import abort_save
+from warmline_proxy.index.texts import remove_texts
 from warmline_proxy.index.tree import delete_subtree, quarantine_subtree
 from warmline_proxy.store import files as stored_files
 from warmline_proxy.store.errors import IndexDamagedError
@@ -34,6 +35,7 @@ class ReconcileReport(msgspec.Struct, kw_only=True):
     modes_set: int = 0  # of files and folders that others than their owner could use
     evicted: int = 0  # the budget became smaller meanwhile
     responses_evicted: int = 0  # too old, or the limits became smaller
+    texts_removed: int = 0  # titles and texts of divergences, which are no longer kept
     purges_ended: int = 0  # 1 where the index still had traces of purged data
 
     def __str__(self) -> str:
@@ -57,6 +59,8 @@ def reconcile(index: Index) -> ReconcileReport:
     counts.modes_set = len(stored_files.make_private(home))
     counts.evicted = len(index.make_room())
     counts.responses_evicted = index.evict_responses()
+    if not index.keeps_texts:
+        counts.texts_removed = index.transact(remove_texts, frees_space=True)
     counts.purges_ended = _finish_purge(index)
     return counts
 
