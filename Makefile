@@ -1,7 +1,8 @@
 # make help    print this list, as `make` alone does
 # make run     serve the demo model; Ctrl-C stops.  MODEL=path-or-repo HOME_DIR= HOST= PORT= BACKEND_PORT= ARGS="..."
 # make test    lint and all tests (ARGS="-k name" for some, JOBS=1 for one at a time; most wait for processes, so four run on two cores)
-# make newcomer   a newcomer's way from a first start to a service and a purge, in a home of its own.  MODEL=path-or-repo PORT=...
+# make wheel   build dist/warmline-VERSION-py3-none-any.whl, which uv, pipx and pip install without this checkout
+# make newcomer   a newcomer's way from an installation of the wheel to its removal, in a home of its own.  MODEL=path-or-repo PORT=...
 # make chaos   a storm over the pair for ten minutes: SECONDS=600 SEED=7
 # make models-chaos   several models with memory for two, conversations in random order, and SIGKILLs: TURNS=210 SEED=7
 #              ARGS="--pinned llama"
@@ -38,7 +39,7 @@ TB_LOCK := requirements/terminal-bench.txt requirements/terminal-bench-itself.tx
 # Where Python may not keep what it has compiled, each start of a pair takes twice as long, and tests start a hundred.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run newcomer test pytest chaos models-chaos soak draft-soak index-damage bench terminal-bench terminal-bench-setup setup cuda lint reference lock clean
+.PHONY: help run wheel newcomer test pytest chaos models-chaos soak draft-soak index-damage bench terminal-bench terminal-bench-setup setup cuda lint reference lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -48,8 +49,12 @@ run: setup
 		$(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") \
 		$(if $(BACKEND_PORT),--backend-port "$(BACKEND_PORT)") $(ARGS)
 
-newcomer: setup
-	MODEL="$(MODEL)" HOME_DIR="$(HOME_DIR)" PORT="$(PORT)" BACKEND_PORT="$(BACKEND_PORT)" docs/newcomer.sh
+wheel: setup
+	@$(BIN)/python -m hatchling build --target wheel --directory dist
+
+newcomer: wheel
+	SOURCE="$$(ls -t dist/warmline-*.whl | head -n 1)" UV="$(abspath $(BIN)/uv)" \
+		MODEL="$(MODEL)" PORT="$(PORT)" BACKEND_PORT="$(BACKEND_PORT)" docs/newcomer.sh
 
 test: lint pytest
 
@@ -117,15 +122,15 @@ cuda: setup
 	$(BIN)/python -m pip uninstall --quiet --yes mlx-cpu mlx-cuda-13
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/cuda.txt
 
-# uv is needed for this alone.  One lock serves macOS and Linux, and Python 3.11 and newer.
+# One lock serves macOS and Linux, and Python 3.11 and newer.
 COMPILE_FOR = $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --upgrade --python-version
 COMPILE = $(COMPILE_FOR) 3.11
 TB_COMPILE = $(COMPILE_FOR) 3.12
 lock: setup
-	$(BIN)/python -m pip install --quiet uv
 	$(COMPILE) --extra dev pyproject.toml requirements/build.in -o requirements/lock.txt
 	$(COMPILE) --constraint requirements/lock.txt requirements/cuda.in -o requirements/cuda.txt
 	$(COMPILE) --no-deps requirements/demo.in -o requirements/demo.txt
+	$(COMPILE) --constraint requirements/lock.txt requirements/newcomer.in -o requirements/newcomer.txt
 	$(TB_COMPILE) --constraint requirements/lock.txt requirements/terminal-bench.in -o requirements/terminal-bench.txt
 	$(TB_COMPILE) --no-deps requirements/terminal-bench-itself.in -o requirements/terminal-bench-itself.txt
 

@@ -1,72 +1,76 @@
 #!/usr/bin/env bash
-# A newcomer's way, from a checkout to a conversation that survives whatever happens: install, serve a model of your own, point a client
-# at it, see it warm in the dashboard, keep it as a service, remove what was stored.  Each step says what it does, and ends the script
-# where it doesn't come to what it should.
+# A newcomer's way, from an installation to its removal, as the README and --help have it: install, serve, connect a client, see a warm
+# turn, find why another was cold, keep the server as a service, purge one conversation, uninstall.  Each step says what it does and how
+# long it took, and ends the script where it doesn't come to what it should.
 #
-#     MODEL=~/models/my-model docs/newcomer.sh
+#     SOURCE=dist/warmline-0.1.0-py3-none-any.whl MODEL=~/models/my-model docs/newcomer.sh
 #
-# MODEL, HOME_DIR, PORT and BACKEND_PORT are as in `make run`, but the home is a new one by default, that of a real start is left alone.
-# Without a service manager or Chromium, their steps say so and do the same in another way.
+# SOURCE is a wheel, a checkout or a git+URL; `make newcomer` gives the wheel of this checkout.  MODEL, PORT and BACKEND_PORT are as in
+# `make run`, and UV is uv's command.  Programs, settings and the home are in a new folder, which is removed at the end: what is installed
+# and stored already is left alone.  Without a service manager or Chromium, their steps say so and do the same in another way.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 
+SOURCE=${SOURCE:?a wheel, a checkout or a git+URL}
 MODEL=${MODEL:-demo}
-HOME_DIR=${HOME_DIR:-$(mktemp -d)/warmline}
+FOLDER=$(mktemp -d)
 PORT=${PORT:-8026} BACKEND_PORT=${BACKEND_PORT:-8025}
-BIN=${BIN:-.venv/bin}
+UV=${UV:-uv}
 NAME=newcomer # of the services, so that others stay what they are
 URL=http://127.0.0.1:$PORT
-export WARMLINE_HOME=$HOME_DIR WARMLINE_PORT=$PORT WARMLINE_BACKEND_PORT=$BACKEND_PORT
+SYSTEM="You are a terse guide. $(printf 'Answer in one short sentence. %.0s' {1..40})"
+export WARMLINE_HOME=$FOLDER/home WARMLINE_PORT=$PORT WARMLINE_BACKEND_PORT=$BACKEND_PORT
+export UV_TOOL_DIR=$FOLDER/tools UV_TOOL_BIN_DIR=$FOLDER/bin PATH=$FOLDER/bin:$PATH
+[[ $SOURCE != *://* ]] && SOURCE=file://$(cd "$(dirname "$SOURCE")" && pwd)/$(basename "$SOURCE")
 
 KEEPER=service
 [[ $(uname) == Darwin ]] && KEEPER=launchd
 
-step() { printf '\n== %s\n' "$*"; }
+STEP="" STEP_BEGAN=0
+step() { # TITLE: ends the step before
+    [[ -z $STEP ]] || printf -- '-- %s: %d s\n' "$STEP" $((SECONDS - STEP_BEGAN))
+    STEP=$1 STEP_BEGAN=$SECONDS
+    printf '\n== %s\n' "$1"
+}
 fail() {
     printf 'newcomer: %s\n' "$*" >&2
     exit 1
 }
 
-ask() { # QUESTION: the answer, then on a line of its own how many tokens of the prompt were reused
-    "$BIN/python" - "$URL/v1" "$1" <<'PYTHON'
-import sys
-
-from openai import OpenAI
-
-url, question = sys.argv[1:]
-client = OpenAI(base_url=url, api_key="unused")
-messages = [{"role": "system", "content": "You are a terse guide. " * 20}, {"role": "user", "content": question}]
-answer = client.chat.completions.create(model="any-name", messages=messages, max_tokens=16)
-print(answer.choices[0].message.content)
-print(answer.usage.prompt_tokens_details.cached_tokens)
-PYTHON
+connect_client() { # the only place that knows how the client finds the server
+    "$UV" tool install --quiet llm
+    export LLM_USER_PATH=$FOLDER/llm OPENAI_API_KEY=unused
+    mkdir "$LLM_USER_PATH"
+    printf -- '- {model_id: warmline, model_name: any-name, api_base: "%s/v1"}\n' "$URL" >"$LLM_USER_PATH/extra-openai-models.yaml"
 }
 
-reused() { # MINIMUM QUESTION: sets COUNT
-    local answer
-    answer=$(ask "$2")
-    printf '%s\n' "$answer"
-    COUNT=${answer##*$'\n'}
-    ((COUNT >= $1)) || fail "expected at least $1 tokens to be reused, not $COUNT"
+take_turn() { # MINIMUM ARGUMENTS: ask the client, show what was reused and how long the first token took; sets COUNT, and SHOWN
+    local answer report minimum=$1
+    shift
+    llm --model warmline --option max_tokens 8 "$@"
+    answer=$(llm logs --count 1 --json | sed -n 's/.*"id": "\(chatcmpl-[^"]*\)".*/\1/p')
+    report=$(cachectl explain "$answer")
+    grep -E '^(reused|first token) ' <<<"$report"
+    SHOWN=$(sed -n 's/^reused \([0-9,]*\) of .*/\1/p' <<<"$report")
+    COUNT=${SHOWN//,/}
+    ((COUNT >= minimum)) || fail "expected at least $minimum tokens to be reused, not $COUNT"
 }
 
-page() { # the dashboard as a browser shows it, once the text that is asked for stands in it
+page() { # the dashboard as a browser shows it
     local browser
     browser=$(command -v chromium || command -v chromium-browser || command -v google-chrome) || return 1
     timeout 60 "$browser" --headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking \
-        --user-data-dir="$(mktemp -d)" --virtual-time-budget=8000 --dump-dom "$URL/admin" 2>/dev/null
+        --user-data-dir="$(mktemp -d "$FOLDER/browser.XXXX")" --virtual-time-budget=8000 --dump-dom "$URL/admin" 2>/dev/null
 }
 
 serve() { # sets SERVING, and waits until it is ready
-    local log
-    log=$(mktemp)
-    "$BIN/warmline" serve --model "$MODEL" >"$log" 2>&1 &
+    local log=$FOLDER/serve.log
+    warmline serve --model "$MODEL" >"$log" 2>&1 &
     SERVING=$!
     until grep -q '^ready ' "$log"; do
         kill -0 "$SERVING" 2>/dev/null || fail "it does not start: $(tail -n 5 "$log")"
         sleep 0.2
     done
-    grep '^ready ' "$log"
+    cat "$log"
 }
 
 stop() {
@@ -78,50 +82,73 @@ has_service_manager() {
     [[ $KEEPER == launchd ]] || systemctl --user daemon-reload 2>/dev/null
 }
 
-step "Install"
-[[ $BIN != .venv/bin ]] || make --no-print-directory setup
-"$BIN/warmline" --version
-
-step "Serve a model of your own"
-"$BIN/warmline" doctor "$MODEL"
+clean_up() {
+    kill "$SERVING" 2>/dev/null || true
+    ! command -v warmline >/dev/null || warmline "$KEEPER" uninstall --name "$NAME" >/dev/null 2>&1 || true
+    rm -rf "$FOLDER"
+}
 SERVING=""
-trap 'kill "$SERVING" 2>/dev/null || true; "$BIN/warmline" "$KEEPER" uninstall --name "$NAME" >/dev/null 2>&1 || true' EXIT
-serve
+trap clean_up EXIT
 
-step "Point a client at it: the second time all but the last token is there"
-ask "What is a lighthouse?"
-reused 64 "What is a lighthouse?"
+step "Install"
+"$UV" tool install --quiet "warmline[demo] @ $SOURCE"
+[[ $(command -v warmline) == "$FOLDER/bin/warmline" ]] || fail "uv did not install the command warmline"
+warmline --version
+cd "$FOLDER" # nothing is read from a checkout
+
+step "Serve"
+serve
+warmline doctor "$MODEL"
+
+step "Connect a client: the second turn computes its own tokens alone"
+connect_client
+take_turn 0 --system "$SYSTEM" "What is a lighthouse?"
+take_turn 200 --continue "And what is a ferry?"
 
 step "See it warm in the dashboard"
 if dashboard=$(page); then
-    grep -q "$COUNT of [0-9,]* reused" <<<"$dashboard" || fail "the dashboard does not show that $COUNT tokens were reused"
+    grep -q "$SHOWN of [0-9,]* reused" <<<"$dashboard" || fail "the dashboard does not show that $SHOWN tokens were reused"
     echo "$URL/admin shows it"
 else
     echo "no Chromium here to look at $URL/admin; the same from the command line:"
-    "$BIN/cachectl" stats
+    cachectl stats
 fi
-"$BIN/cachectl" explain
+
+step "Find why a turn was cold: its system text has a clock"
+take_turn 0 --system "It is 10:02. $SYSTEM" "What is a lighthouse?"
+((COUNT < 100)) || fail "expected a cold turn, and $COUNT tokens were reused"
+explanation=$(cachectl explain)
+printf '%s\n' "$explanation"
+grep -q 'It is 10:02' <<<"$explanation" || fail "the explanation does not show the text that differs"
 
 step "Keep it as a service: it starts from what is on disk"
 stop
 if has_service_manager; then
-    "$BIN/warmline" "$KEEPER" install --name "$NAME" --model "$MODEL"
-    "$BIN/warmline" "$KEEPER" status --name "$NAME"
+    warmline "$KEEPER" install --name "$NAME" --model "$MODEL"
+    warmline "$KEEPER" status --name "$NAME"
 else
     echo "no systemd of this user answers here; started again without a service:"
     serve
 fi
-reused 64 "What is a lighthouse?"
-"$BIN/cachectl" doctor || true # it may have something to say of this machine
-"$BIN/cachectl" ls
+take_turn 200 --system "$SYSTEM" "What is a lighthouse?"
+cachectl doctor || true # it may have something to say of this machine
 
-step "Remove what was stored, and the service"
-"$BIN/cachectl" purge --all --yes
-[[ $("$BIN/cachectl" ls --json | "$BIN/python" -c 'import json, sys; print(len(json.load(sys.stdin)["sessions"]))') == 0 ]] ||
-    fail "something is left"
+step "Purge one conversation: that with the clock"
+session=$(sed -n 's/.* in session \([0-9a-f]*\)\..*/\1/p' <<<"$explanation")
+cachectl ls
+cachectl purge --session "$session" --yes
+left=$(cachectl ls)
+grep -q '[0-9a-f]\{12\}' <<<"$left" || fail "the other conversations are gone as well"
+! grep -q "$session" <<<"$left" || fail "the conversation $session is still listed"
+
+step "Uninstall"
 if has_service_manager; then
-    "$BIN/warmline" "$KEEPER" uninstall --name "$NAME"
+    warmline "$KEEPER" uninstall --name "$NAME"
 else
     stop
 fi
-echo "done; the home $HOME_DIR can be deleted"
+"$UV" tool uninstall --quiet warmline
+! [[ -e $FOLDER/bin/warmline ]] || fail "the command warmline is still there"
+rm -r "$WARMLINE_HOME"
+
+step "Done in $SECONDS s"

@@ -223,6 +223,8 @@ def _make_scheduler(
             'the draft model %s is not loaded: speculation is off; leave out draft_model, or speculation = "off"',
             config.draft_model,
         )
+    log.info("loading %s", config.model)
+    began = time.monotonic()
     served = load_served_model(
         config.model,
         config.served_name,
@@ -252,6 +254,7 @@ def _make_scheduler(
         exact=config.reuse == "exact",
     )
     bound_buffer_cache(served.weight_bytes, memory.usable_bytes)
+    log.info("loaded in %.1f s; warming up", time.monotonic() - began)
     warm_up(served, settings, config.warm_up_s or None, rates)
     speculation = _make_speculation(config, home, served)
     scheduler = Scheduler(served, settings, chunk_memory, rates, speculation)

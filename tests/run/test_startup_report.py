@@ -60,6 +60,7 @@ def test_each_fact_has_a_line() -> None:
         "kept": "on disk, across restarts",
         "dashboard": "http://127.0.0.1:8026/admin",
         "requests": "cachectl top --home /nowhere shows them",
+        "explain": "cachectl explain --home /nowhere says why one was not warm",
     }
 
 
@@ -101,7 +102,8 @@ def test_report_waits_for_sizes_that_are_being_read() -> None:
 def test_report_without_a_loaded_model_has_the_other_facts() -> None:
     models = [{"name": "a", "stage": "unloaded", "reason": ""}]
     lines = list_report_lines({"models": models, "engine": None})
-    assert lines["models"] == "a (unloaded)" and list(lines) == ["models", "disk", "dashboard", "requests"]
+    assert lines["models"] == "a (unloaded)"
+    assert list(lines) == ["models", "disk", "dashboard", "requests", "explain"]
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_missing_or_refusing_manager_exits_with_3(mac: FakeUser, monkeypatch: py
 def test_documented_commands_run_in_order(mac: FakeUser, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the one machine here; `warmline service` has the same verbs."""
     text = (Path(__file__).parents[3] / "docs" / "launchd.md").read_text()
-    typed = re.findall(r"^ *\.venv/bin/warmline launchd (.+)$", text, flags=re.MULTILINE)
+    typed = re.findall(r"^ *warmline launchd (.+)$", text, flags=re.MULTILINE)
     assert {words.split()[0] for words in typed} == {"install", "status", "restart", "logs", "uninstall"}
     monkeypatch.setattr("warmline_run.services.actions.wait", lambda pair, config, wait_s: 0)
     for verb, *words in map(shlex.split, typed[: typed.index("uninstall") + 1]):

@@ -19,6 +19,7 @@ OTHERS = ("brew", "caffeinate", "claude", "codex", "git", "hermes", "hf", "journ
 OTHERS += (
     "mlx_lm.convert",
     "opencode",
+    "pipx",
     "pmset",
     "sudo",
     "systemctl",
@@ -26,6 +27,7 @@ OTHERS += (
     "tb",
     "tmutil",
     "uv",
+    "uvx",
     "xcode-select",
 )
 SHELL = ("curl", "python3?", "pip", "export", "cd", "ssh", "scp", "rm", "open", "sysctl")
