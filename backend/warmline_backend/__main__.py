@@ -28,6 +28,7 @@ from warmline_backend.generation.rates import Rates
 from warmline_backend.model.cuda_graphs import set_graph_defaults
 from warmline_backend.model.loader import ModelError
 from warmline_backend.model.model import MemoryLimits, ServedModel, get_machine_bytes, load_served_model
+from warmline_backend.model.wired_memory import limit_wired_memory
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server.routes import make_app
 from warmline_backend.server.runtime import fingerprint_served_model
@@ -225,6 +226,7 @@ def _make_scheduler(
         )
     log.info("loading %s", config.model)
     began = time.monotonic()
+    limit_wired_memory(config.wired_limit_bytes)
     served = load_served_model(
         config.model,
         config.served_name,
@@ -253,7 +255,7 @@ def _make_scheduler(
         keeps_residents=config.reuse != "off",
         exact=config.reuse == "exact",
     )
-    bound_buffer_cache(served.weight_bytes, memory.usable_bytes)
+    bound_buffer_cache(served.weight_bytes, memory.usable_bytes, config.mlx_cache_bytes)
     log.info("loaded in %.1f s; warming up", time.monotonic() - began)
     warm_up(served, settings, config.warm_up_s or None, rates)
     speculation = _make_speculation(config, home, served)

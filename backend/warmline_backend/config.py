@@ -39,6 +39,8 @@ class BackendConfig:
     reuse: str  # "fast", "exact" or "off"
     prefill_step_size: int  # 0: the best size here, measured once a model
     memory_budget_bytes: int  # 0: a share of the memory that the weights leave
+    wired_limit_bytes: int  # that mlx keeps wired, on a Mac; 0: none
+    mlx_cache_bytes: int  # of freed buffers that mlx keeps; 0: a share of the memory that the weights leave
     memory_limit_bytes: int  # memory of the machine to reckon with; 0: the device's
     memory_share_bytes: int  # of the budget, until PUT /kv/memory; 0: all of it
     memory_usable_bytes: int  # of that memory, until PUT /kv/memory; 0: all of it
@@ -89,6 +91,8 @@ def parse_config(arguments: list[str]) -> BackendConfig:
         served_name=values.pop("served_name") or Path(values["model"]).name,
         prefill_step_size=0 if step_size == STEP_AUTO else step_size,
         memory_budget_bytes=int(values.pop("memory_budget_gb") * GB),
+        wired_limit_bytes=int(values.pop("wired_limit_gb") * GB),
+        mlx_cache_bytes=int(values.pop("mlx_cache_gb") * GB),
         temperature=values.pop("temp"),
         template_args=json.loads(values.pop("chat_template_args")),
         gpu_keepalive_s=values.pop("gpu_keepalive"),

@@ -191,6 +191,7 @@ def _check_memory(
     budget_bytes, disk_bytes_s = int(settings.memory_budget_gb * GB), settings.disk_gb_s * GB
     plan = memory.plan_memory(needs, machine, budget_bytes, settings.prefill_tokens_s, disk_bytes_s)
     memory.check_memory(findings, needs, plan)
+    memory.check_wired_memory(findings, needs, machine, int(settings.wired_limit_gb * GB))
     return plan
 
 

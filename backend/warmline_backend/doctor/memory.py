@@ -9,6 +9,7 @@ import mlx.core as mx
 from warmline_backend.doctor.findings import Findings, format_bytes
 from warmline_backend.kv_cache.batch_caches import round_up_to_buffer
 from warmline_backend.model.model import get_device_name, get_machine_bytes
+from warmline_backend.model.wired_memory import describe_excess
 from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
 from warmline_common.measurement.model_memory import ModelSize, compute_memory_budget
 from warmline_common.process.arguments import GB
@@ -155,6 +156,26 @@ def check_memory(findings: Findings, needs: MemoryNeeds, plan: MemoryPlan) -> No
             f"conversations may have {format_bytes(plan.budget_bytes)} by default, less than one of "
             f"{min(plan.tokens_max, LENGTHS[-1]):,} tokens takes",
             f"--memory-budget-gb {plan.budget_needed_gb:g}",
+        )
+
+
+def check_wired_memory(findings: Findings, needs: MemoryNeeds, machine: MachineMemory, wired_bytes: int) -> None:
+    """Add a finding about the memory that mlx keeps wired on a Mac."""
+    if not machine.raised_bytes:
+        return
+    weights = format_bytes(needs.weight_bytes)
+    if wired_bytes > machine.usable_bytes:
+        findings.fail(describe_excess(wired_bytes, machine.usable_bytes), "--wired-limit-gb 0")
+    elif wired_bytes:
+        findings.warn(
+            f"up to {format_bytes(wired_bytes)} stay wired, and the weights are {weights}: by reports, macOS panicked "
+            "where buffers were wired and requests ran at once (docs/install-macos.md)",
+            "--wired-limit-gb 0, if this Mac restarts by itself",
+        )
+    else:
+        findings.ok(
+            f"nothing is kept wired, which is the safest; where the first step after a pause is slow, --wired-limit-gb "
+            f"{-(-needs.weight_bytes // GB)} keeps the weights ({weights}) in memory"
         )
 
 

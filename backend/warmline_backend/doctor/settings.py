@@ -17,6 +17,7 @@ class DoctorSettings:
     prefill_tokens_s: float = 0.0  # how fast the machine is, for times; 0: not known
     disk_gb_s: float = 0.0
     memory_budget_gb: float = 0.0
+    wired_limit_gb: float = 0.0
     prefill_step_size: Value = PREFILL_STEP_SIZE  # a number, or "auto"
     kv_bits: Value = 0  # a number, or "8,4" for keys and values
     kv_group_size: Value = 64

@@ -149,6 +149,10 @@ def compute_usable_bytes(weight_bytes: int, process_bytes: int) -> int:
     return weight_bytes + int((process_bytes - weight_bytes) * USABLE_SHARE)
 
 
-def bound_buffer_cache(weight_bytes: int, process_bytes: int) -> None:
-    """Bound the freed buffers that mlx keeps: its own bound is nearly all of the memory."""
-    mx.set_cache_limit(int(max(0, process_bytes - weight_bytes) * CACHE_SHARE))
+def bound_buffer_cache(weight_bytes: int, process_bytes: int, bytes_max: int = 0) -> None:
+    """Bound the freed buffers that mlx keeps, to `bytes_max` where it is less than a share of what weights leave.
+
+    mlx's own bound is nearly all of the memory.
+    """
+    share = int(max(0, process_bytes - weight_bytes) * CACHE_SHARE)
+    mx.set_cache_limit(min(share, bytes_max) if bytes_max else share)

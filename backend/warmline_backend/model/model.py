@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_reduce
-from mlx_lm.generate import maybe_set_recommended_wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _download, load_adapters, load_tokenizer
 
@@ -100,7 +99,6 @@ def load_served_model(
     the errors of mlx-lm for a folder without a model.
     """
     folder = _resolve_folder(path, "--model")
-    maybe_set_recommended_wired_limit()  # macOS would page a large model out between two steps
     model, config = load_lazy_model(folder, trust_remote_code=trust_remote_code)
     tokenizer = load_model_tokenizer(folder, config, trust_remote_code=trust_remote_code)
     rows = find_vocabulary_size(config, tokenizer)

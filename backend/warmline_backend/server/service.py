@@ -361,7 +361,7 @@ class Service:
         def apply_share(scheduler: Scheduler) -> int:
             weight_bytes = scheduler.served.weight_bytes
             scheduler.chunk_memory.usable_bytes = compute_usable_bytes(weight_bytes, share.usable_bytes)
-            bound_buffer_cache(weight_bytes, share.usable_bytes)
+            bound_buffer_cache(weight_bytes, share.usable_bytes, self._config.mlx_cache_bytes)
             budget_bytes = scheduler.admission.set_budget(share.kv_bytes)
             mx.clear_cache()  # else evicted KV would stay with this process
             return budget_bytes

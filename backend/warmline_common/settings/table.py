@@ -111,6 +111,12 @@ _ROWS = (
             "tokens that prefill computes at a time; `auto`: measured at the first start with a model, and remembered"),
     Setting("memory_budget_gb", 0.0, parsers.parse_gigabytes, "GB", BACKEND_DOCTOR,
             "memory for conversations; 0: as the machine allows", omit_zero=True),
+    Setting("wired_limit_gb", 0.0, parsers.parse_gigabytes, "GB", BACKEND_DOCTOR,
+            "on a Mac, memory that mlx keeps wired, which macOS then never pages out: as much as the weights take; 0: "
+            "none, the safest ([why](install-macos.md#memory))", omit_zero=True),
+    Setting("mlx_cache_gb", 0.0, parsers.parse_gigabytes, "GB", BACKEND,
+            "most memory in freed buffers that mlx keeps for reuse; 0, and at most: a tenth of what the weights leave",
+            omit_zero=True),
     Setting("disk_budget_gb", 50.0, parsers.parse_gigabytes, "GB", PROXY, "disk for conversations, index included"),
     Setting("segment_compression", "auto", parsers.make_choice_parser("auto", "off"), "WHEN", BACKEND,
             "store `bfloat16` KV in two thirds of its bytes, bit for bit: `auto` where the disk is slower than "

@@ -254,7 +254,10 @@ def check_memory(facts: Facts) -> Diagnosis | None:
 
 
 def check_wired_limit(facts: Facts) -> Diagnosis | None:
-    """macOS lets the GPU have some three quarters of the memory, unless configured otherwise."""
+    """The part of the memory that macOS lets the GPU have, some three quarters unless configured otherwise.
+
+    What mlx keeps wired of it is `wired_limit_gb`, which `warmline doctor` explains for a model.
+    """
     limit = facts.machine.wired_limit_mb.strip()
     if facts.machine.system != "darwin" or not limit.isdigit():
         return None

@@ -1,7 +1,15 @@
 """Memory of conversations by machine."""
 
 from warmline_backend.doctor.findings import DoctorFinding, FindingLevel, Findings
-from warmline_backend.doctor.memory import GIB, MachineMemory, MemoryNeeds, check_memory, estimate_mac, plan_memory
+from warmline_backend.doctor.memory import (
+    GIB,
+    MachineMemory,
+    MemoryNeeds,
+    check_memory,
+    check_wired_memory,
+    estimate_mac,
+    plan_memory,
+)
 from warmline_common.process.arguments import GB
 
 ROW = 100_000
@@ -53,6 +61,21 @@ def test_mac_needs_raised_limit() -> None:
     ours = make_memory_needs(600)
     (finding,) = check(ours, machine)
     assert finding.level is FindingLevel.FAIL and "larger machine" in finding.todo
+
+
+def test_wired_memory_is_explained_on_a_mac_alone() -> None:
+    needs, mac = make_memory_needs(30), estimate_mac(64)
+
+    def explain(machine: MachineMemory, wired_gb: float) -> list[DoctorFinding]:
+        findings = Findings("memory")
+        check_wired_memory(findings, needs, machine, int(wired_gb * GB))
+        return list(findings)
+
+    (nothing,), (some,), (excess,) = (explain(mac, wired_gb) for wired_gb in (0, 30, 60))
+    assert nothing.level is FindingLevel.OK and "--wired-limit-gb 30 keeps the weights" in nothing.what
+    assert some.level is FindingLevel.WARN and "panicked" in some.what
+    assert excess.level is FindingLevel.FAIL and "more than the 51.5 GB" in excess.what
+    assert explain(MachineMemory(64 * GB, "a GPU"), 0) == []
 
 
 def test_fitting_lengths_are_reported() -> None:

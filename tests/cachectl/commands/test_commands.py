@@ -30,8 +30,8 @@ SEGMENT = (
     "checkpoints"
 )
 SESSION = (
-    "id key model title client tokens bytes bytes_alone bytes_shared segments checkpoints requests hits created last_used "
-    "age_s idle_s leaf pinned"
+    "id key model title client tokens bytes bytes_alone bytes_shared segments checkpoints requests hits created "
+    "last_used age_s idle_s leaf pinned"
 )
 SIZES = "bytes_alone bytes_shared bytes_unlisted"
 LISTING = "id key model tokens bytes bytes_alone bytes_shared pinned last_used idle_s title client"
