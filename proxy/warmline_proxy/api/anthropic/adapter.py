@@ -9,7 +9,7 @@ import msgspec
 
 from warmline_proxy.api.anthropic.request import MessagesBody, build_chat_fields, list_tool_places, read_body
 from warmline_proxy.api.anthropic.response import MessageEvents, build_error_envelope
-from warmline_proxy.api.base import ApiCall, ResponseEncoder, ResponseStart
+from warmline_proxy.api.base import PROGRESS_INTERVAL_S, ApiCall, ResponseEncoder, ResponseStart
 from warmline_proxy.api.chunks import EventEncoder, encode_events
 from warmline_proxy.api.models import ServedModelInfo
 from warmline_proxy.api.tool_fields import ToolFields
@@ -48,11 +48,17 @@ class MessagesApi:
             or body_fields.strip_unprintable(parse_session(body.user_id)),
             retry_count=body_fields.parse_retry_count(headers),
             api_options=body.max_tokens,
+            progress_interval_s=PROGRESS_INTERVAL_S,
             tool_fields=ToolFields(list_tool_places(body.tools or []), "input_schema"),
         )
 
-    def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder:
-        return EventEncoder(MessageEvents(call, response_start), call.stream)
+    def create_encoder(
+        self, call: ApiCall, response_start: ResponseStart, earlier: ResponseEncoder | None = None
+    ) -> ResponseEncoder:
+        events = MessageEvents(call, response_start)
+        if call.stream and isinstance(earlier, EventEncoder) and isinstance(earlier.events, MessageEvents):
+            events.resume(earlier.events)
+        return EventEncoder(events, call.stream)
 
     def encode_error(self, error: ClientError) -> bytes:
         return msgspec.json.encode(build_error_envelope(error))

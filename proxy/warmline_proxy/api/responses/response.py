@@ -3,6 +3,8 @@
 The same events make a stream and the JSON response:
 
     response.created  ->  items, each: added  ->  parts and deltas  ->  done  ->  response.completed or .incomplete
+
+A stream with a long prefill has response.prompt_progress, too, from its beginning on.
 """
 
 import time
@@ -97,6 +99,16 @@ class ResponseEvents:
             if choice.finish_reason:
                 self._finish_reason, self._failed_format = choice.finish_reason, choice.failed_format
                 yield from self._finish_item()
+
+    def report_progress(self, progress: JsonObject) -> Events:
+        """Events of a type of Warmline's own; the response's, which repeat its tools, would be large."""
+        yield from self._emit_created()
+        yield self._make_event("response.prompt_progress", **progress)
+
+    def resume(self, earlier: "ResponseEvents") -> None:
+        """Go on after the events of another dispatch of the same request."""
+        self._event_count = earlier._event_count
+        self._head["created_at"] = earlier._head["created_at"]
 
     def end(self) -> Events:
         yield from self._emit_created()
