@@ -64,7 +64,7 @@ class RequestState(msgspec.Struct, kw_only=True):
     expected_s: float | None = None  # from now to the first token; None where it has come, or nothing is planned yet
     queue_position: int | None = None  # 1: next; None where it waits in no queue of the proxy
     source: str = ""  # of the reused tokens; "" until planned
-    choices: int = 1
+    choices: int = 1  # that have begun
     outcome: str = ""  # "ok", "error" or "cancelled", once it has ended
     error: str = ""
 
@@ -95,8 +95,14 @@ class RequestStateRoutes:
         if client is not None:
             records = [record for record in records if self._is_clients(record, client)]
         if record := find_record(records, ids):
-            return build_ended_state(record)
+            return build_ended_state(record, record.model or self._only_model)
         raise _unknown_request(name)
+
+    @property
+    def _only_model(self) -> str:
+        """Name of the only model, which records don't have; "" where there are several, or it is not known yet."""
+        status = None if self.models.has_keeper else self.models.backends[0].state.known_status
+        return status.model if status else ""
 
     def _is_clients(self, record: RequestRecord, client: Client) -> bool:
         """True for a record of this client, not of an earlier key with its name."""
@@ -123,7 +129,7 @@ def build_state(request: Request) -> RequestState:
         id=log.id,
         state=state,
         endpoint=log.endpoint,
-        model=log.model,
+        model=first.model or log.model,
         client_model=log.client_model,
         client=log.key,
         at=log.arrived_at,
@@ -174,14 +180,14 @@ def find_queue_position(request: Request) -> int | None:
     return request.backend.admission.find_position(request.ticket) if request.ticket else None
 
 
-def build_ended_state(record: RequestRecord) -> RequestState:
+def build_ended_state(record: RequestRecord, model: str) -> RequestState:
     """State of a request that is saved, or was not to be."""
     loading_s = record.waits.get(waits.LOAD, 0.0)
     return RequestState(
         id=record.id,
         state=ENDED,
         endpoint=record.endpoint,
-        model=record.model,
+        model=model,
         client_model=record.client_model,
         client=record.key,
         at=record.at,

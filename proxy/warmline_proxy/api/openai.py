@@ -22,7 +22,7 @@ from warmline_proxy.api.base import (
 )
 from warmline_proxy.api.chat_custom_tools import convert_calls, convert_custom_tools
 from warmline_proxy.api.models import ServedModelInfo
-from warmline_proxy.errors import ClientError
+from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http import body_fields
 
 MODELS_PATH = "/v1/models"
@@ -40,7 +40,9 @@ class OpenAIApi:
         fields: Fields = dict(body_fields.parse_object(body))
         body_fields.check_message_count(fields.get("messages"), "messages")
         options = body_fields.decode_optional_field(fields, "stream_options", dict) or {}
-        return_progress = body_fields.decode_optional_field(fields, "return_progress", bool) is True
+        return_progress = body_fields.decode_field(fields, "return_progress")
+        if not isinstance(return_progress, bool | None):
+            raise bad_request("'return_progress' must be true or false.", param="return_progress")
         fields.pop("return_progress", None)  # the backend has no such field
         fields, custom_tools = convert_custom_tools(fields) if self.endpoint == "chat" else (fields, frozenset())
         return ApiCall(
