@@ -26,9 +26,12 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-async def stream(proxy: ProxyHarness, path: str, **fields: Any) -> tuple[list[SseEvent], list[Any]]:
+async def stream(
+    proxy: ProxyHarness, path: str, headers: dict[str, str] | None = None, **fields: Any
+) -> tuple[list[SseEvent], list[Any]]:
     """All events of a stream, and their data."""
-    async with proxy.client.post(f"{proxy.url}/v1/{path}", json={**BODIES[path], "stream": True, **fields}) as answer:
+    body = {**BODIES[path], "stream": True, **fields}
+    async with proxy.client.post(f"{proxy.url}/v1/{path}", json=body, headers=headers) as answer:
         return read_events(await answer.read())
 
 
@@ -88,14 +91,14 @@ async def test_events_of_progress_survive_loss_of_backend(
         await proxy.wait_until_saved()
         send_all_progress(monkeypatch)
         proxy.backend.generation_faults = ["cut"]
-        events, data = await stream(proxy, path)
+        events, data = await stream(proxy, path, {"User-Agent": "claude-cli/2.1.197 (external, cli)"})
         processed = [PROMPT_TOKENS - 1] * 3 + [PROMPT_TOKENS]
         assert list_processed(data) == [(PROMPT_TOKENS - 1, each, PROMPT_TOKENS) for each in processed]
         names = [each["type"] for each in data]
         assert [each.name.decode() for each in events if each.data] == names
         if path == "responses":
             assert [each["sequence_number"] for each in data] == list(range(len(data)))
-            assert names[:3] == ["response.created", "response.in_progress", "response.prompt_progress"]
+            assert names[:3] == ["response.created", "response.in_progress", "keepalive"]
             assert names[-1] == "response.completed" and names.count("response.created") == 1
         else:
             assert names[:4] == ["ping", "message_start", "message_delta", "ping"] and names.count("message_start") == 1
@@ -113,11 +116,15 @@ async def test_sdks_read_streams_with_progress(tmp_path: Path, monkeypatch: pyte
                 message = await answer.get_final_message()
             assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Paris."}]
             assert (message.stop_reason, message.usage.input_tokens) == ("end_turn", PROMPT_TOKENS)
+            headers = {"User-Agent": "claude-cli/2.1.197 (external, cli)"}
+            async with anthropic.messages.stream(model="any", extra_headers=headers, **BODIES["messages"]) as answer:
+                types = [event.type async for event in answer]
+            assert types[:2] == ["message_start", "message_delta"] and (await answer.get_final_text()) == "Paris."
         async with AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="unused") as openai:
             async with openai.responses.stream(model="any", **BODIES["responses"]) as response:
                 events: list[Any] = [event async for event in response]
             assert [event.sequence_number for event in events] == list(range(len(events)))
-            assert "response.prompt_progress" in [event.type for event in events]
+            assert "keepalive" in [event.type for event in events]
             assert events[-1].response.output_text == "Paris."
             fields: Any = {"messages": BODIES["chat/completions"]["messages"], "extra_body": {"return_progress": True}}
             async with openai.chat.completions.stream(model="any", **fields) as chat:

@@ -7,12 +7,14 @@ One block at a time is open.  A tool call's `input` is written when the call is 
 Errors have Anthropic's envelope.
 
 A `ping`, which may come at any place, says how far a long prefill is.  Claude Code ignores it, and gives up after 300 s
-without another event: from time to time a message_delta without a change follows.
+without another event: from time to time it gets a message_delta without a change, too.  Others may take that for the
+answer's end, as LiteLLM does.
 """
 
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -48,14 +50,24 @@ _FIELD_NAMES = {
 _OWN_CALL_ID = re.compile(r"call_([0-9a-f]{24})")
 
 
+@dataclass(frozen=True)
+class MessageOptions:
+    """Options of the request that the response depends on."""
+
+    max_tokens: float | None
+    is_claude_code: bool = False
+
+
 class MessageEvents:
     """EventSource of one message."""
 
     def __init__(self, call: ApiCall, response_start: ResponseStart) -> None:
         self._response_start = response_start
         self._model = response_start.model if call.client_model is None else call.client_model
-        self._is_silent = call.api_options == 0  # max_tokens: the prompt is prefilled only
-        self._has_started = self._has_chunks = False
+        options: MessageOptions = call.api_options
+        self._is_silent = options.max_tokens == 0  # the prompt is prefilled only
+        self._sends_unchanged = options.is_claude_code
+        self._has_started = self._has_chunks = False  # has_chunks: the prefill is over
         self._changed_at = time.monotonic()  # the last event but pings, before the answer
         self._content: list[dict[str, Any]] = []  # blocks so far
         self._open_type = ""  # of the last block, while it is open
@@ -74,8 +86,9 @@ class MessageEvents:
 
     def report_progress(self, progress: dict[str, Any]) -> Iterator[Event]:
         yield {"type": "ping", **progress}
-        if not self._has_chunks and (now := time.monotonic()) - self._changed_at >= UNCHANGED_INTERVAL_S:
-            self._changed_at = now
+        is_due = time.monotonic() - self._changed_at >= UNCHANGED_INTERVAL_S
+        if self._sends_unchanged and is_due and not self._has_chunks:
+            self._changed_at = time.monotonic()
             yield from self._start_message()
             usage = {"output_tokens": 0}
             yield {"type": "message_delta", "delta": {"stop_reason": None, "stop_sequence": None}, "usage": usage}
@@ -85,6 +98,7 @@ class MessageEvents:
         self._has_started, self._changed_at = earlier._has_started, earlier._changed_at
 
     def end(self) -> Iterator[Event]:
+        self._has_chunks = True
         yield from self._start_message()
         yield from self._close_block()
         yield {"type": "message_delta", "delta": self._build_end(), "usage": self._build_usage()}

@@ -4,7 +4,7 @@ The same events make a stream and the JSON response:
 
     response.created  ->  items, each: added  ->  parts and deltas  ->  done  ->  response.completed or .incomplete
 
-A stream with a long prefill has response.prompt_progress, too, from its beginning on.
+A stream with a long prefill has keepalives, which say how far it is, after the beginning.
 """
 
 import time
@@ -101,9 +101,9 @@ class ResponseEvents:
                 yield from self._finish_item()
 
     def report_progress(self, progress: JsonObject) -> Events:
-        """Events of a type of Warmline's own; the response's, which repeat its tools, would be large."""
+        """OpenAI's keepalive with more fields: its Node SDK refuses unknown types, its own repeat all tools."""
         yield from self._emit_created()
-        yield self._make_event("response.prompt_progress", **progress)
+        yield self._make_event("keepalive", **progress)
 
     def resume(self, earlier: "ResponseEvents") -> None:
         """Go on after the events of another dispatch of the same request."""
