@@ -151,3 +151,21 @@ async def test_queued_client_gets_events(path: str, tmp_path: Path, monkeypatch:
         if path == "responses":
             assert [each["sequence_number"] for each in data] == list(range(len(data)))
             assert data[-1]["type"] == "response.completed" and data[0]["response"]["id"] == data[-1]["response"]["id"]
+
+
+@on_loop
+async def test_stream_that_fails_after_progress_ends_as_its_api_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_all_progress(monkeypatch)
+    async with run_proxy(tmp_path) as proxy:
+        proxy.backend.hold_after = 0
+        for path, last in (("responses", "response.failed"), ("messages", "error")):
+            url, body = f"{proxy.url}/v1/{path}", {**BODIES[path], "stream": True}
+            async with proxy.client.post(url, json=body) as answer:
+                beginning = await answer.content.readuntil(b"prompt_progress")
+                proxy.pass_total_timeouts()
+                data = read_events(beginning + await answer.read())[1]
+            assert data[-1]["type"] == last and "total time" in json.dumps(data[-1])
+            if path == "responses":
+                assert [each["sequence_number"] for each in data] == list(range(len(data)))
