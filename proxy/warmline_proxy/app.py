@@ -17,6 +17,7 @@ from warmline_proxy.admin.metrics import MetricsRoutes
 from warmline_proxy.admin.models import ModelRoutes
 from warmline_proxy.admin.owners import OwnerResolver
 from warmline_proxy.admin.purge import PurgeEvents, PurgeRoutes
+from warmline_proxy.admin.request_status import RequestStateRoutes
 from warmline_proxy.admin.status import ServerInfo, StatusRoutes
 from warmline_proxy.api.openai import MODELS_PATH
 from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, RESPONSES_PATH
@@ -53,7 +54,7 @@ from warmline_proxy.pipeline.saver import Saver
 from warmline_proxy.pipeline.starter import Starter
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.routes import middlewares
-from warmline_proxy.routes.clients import CANCEL_PATH, ClientRoutes
+from warmline_proxy.routes.clients import REQUESTS_PATH, ClientRoutes
 from warmline_proxy.routes.middlewares import RouteTable
 from warmline_proxy.routes.responses import ResponseRoutes
 from warmline_proxy.store.rows import RequestRecord
@@ -241,7 +242,8 @@ def _build_client_table(parts: Components) -> RouteTable:
     """Routes of the client APIs."""
     models, registry, completion = parts.models, parts.registry, parts.completion
     pipeline = parts.build_pipeline()
-    clients = ClientRoutes(parts.body_reader, pipeline, parts.renderer, models, registry, completion)
+    states = RequestStateRoutes(parts.index, models, registry)
+    clients = ClientRoutes(parts.body_reader, pipeline, parts.renderer, models, registry, completion, states)
     responses = ResponseRoutes(pipeline, completion, parts.responses, clients.count_response_tokens)
     return {
         **{
@@ -259,7 +261,8 @@ def _build_client_table(parts: Components) -> RouteTable:
         ("POST", f"{RESPONSES_PATH}/{{id}}/cancel"): responses.cancel_response,
         ("GET", MODELS_PATH): clients.get_models,
         ("GET", f"{MODELS_PATH}/{{name:.+}}"): clients.get_models,
-        ("DELETE", f"{CANCEL_PATH}{{name:.+}}"): clients.cancel_request,
+        ("GET", f"{REQUESTS_PATH}{{name:.+}}"): middlewares.disable_caching(clients.get_request),
+        ("DELETE", f"{REQUESTS_PATH}{{name:.+}}"): clients.cancel_request,
     }
 
 
@@ -288,6 +291,7 @@ def _build_admin_table(
     explain = ExplainRoutes(index, models, owner_resolver, parts.body_reader)
     maintenance = MaintenanceRoutes(index, models, replayer, config, parts.body_reader)
     browse = BrowseRoutes(index, owner_resolver)
+    states = RequestStateRoutes(index, models, parts.registry)
     model_routes = ModelRoutes(models, parts.switcher, parts.body_reader, parts.background)
     table = {
         ("GET", "/warmline/status"): status.get_status,
@@ -305,6 +309,7 @@ def _build_admin_table(
         ("POST", "/warmline/texts"): explain.get_texts,
         ("GET", "/warmline/whose"): owner_resolver.get_owners,
         ("GET", "/warmline/requests"): browse.get_requests,
+        ("GET", "/warmline/requests/{name:.+}"): states.get_request,
         ("GET", "/warmline/activity"): browse.get_activity,
         ("GET", "/warmline/sessions"): browse.get_sessions,
         ("GET", "/warmline/tree"): browse.get_tree,

@@ -65,6 +65,7 @@ class RequestLog:
     restore_s: float = 0.0
     dispatched_s: float = 0.0  # from the arrival to the last dispatch; 0.0 before it
     lost_s: float = 0.0  # of earlier dispatches, which were lost
+    prefill_began_s: float = 0.0  # from the arrival until the engine began; 0.0 before that
     ttft_s: float = 0.0
     total_s: float = 0.0
     generation_result: GenerationResult | None = None
@@ -83,6 +84,11 @@ class RequestLog:
         finally:
             self.waits[reason] = self.waits.get(reason, 0.0) + time.monotonic() - began_s
 
+    def measure_load_s(self, waiting_since: float | None) -> float:
+        """Seconds that it waited for its model; `waiting_since`: time.monotonic() where it still does."""
+        present_s = time.monotonic() - waiting_since if waiting_since is not None else 0.0
+        return self.waits.get(LOAD, 0.0) + present_s
+
     def add_waits(self, waits: Mapping[str, float]) -> None:
         self.waits = add_waits(self.waits, waits)
 
@@ -93,7 +99,7 @@ class RequestLog:
         """Count the time since the last dispatch as lost: the request will be dispatched again."""
         if self.dispatched_s:
             self.lost_s += self.elapsed_s() - self.dispatched_s
-        self.dispatched_s = 0.0
+        self.dispatched_s = self.prefill_began_s = 0.0
 
     @property
     def waited_s(self) -> float:

@@ -162,12 +162,14 @@ def _ended(ports: Ports, name: str, path: str, body: Mapping[str, Any]) -> dict[
         begin = _read_until_content(response)
         status = ask(ports.proxy, "GET", "/warmline/status").json
         request = response.headers["X-Warmline-Request"]
+        state = ask(ports.proxy, "GET", f"/v1/requests/{request}")
         if path == RESPONSES:
             ending = ask(ports.proxy, "POST", f"{RESPONSES}/resp_{request}/cancel")
         else:
             ending = ask(ports.proxy, "DELETE", f"/v1/requests/{request}")
         stream = begin + response.read()
-    return {"live": shape(*status["live"]), "cancel": shape(ending.json), "events": events(stream)}
+    live = {"live": shape(*status["live"]), "state": shape(state.json)}
+    return {**live, "cancel": shape(ending.json), "events": events(stream)}
 
 
 # ---- the owner

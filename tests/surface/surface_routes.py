@@ -23,6 +23,7 @@ PROXY_PATHS = (
         f"/warmline/{name}"
         for name in ("requests", "activity", "sessions", "tree", "path", "explain", "whose", "models")
     ),
+    "/warmline/requests/none",
     *(f"/warmline/models/any/{name}" for name in ("load", "unload", "pin")),
     *(f"/warmline/{name}" for name in ("texts", "purge", "pin", "gc", "repair", "replay", "import", "models")),
     *(CHAT, f"{CHAT}/", f"{CHAT}?query=1", f"{CHAT}/more", COMPLETIONS, f"{COMPLETIONS}/"),

@@ -20,6 +20,18 @@ PASSTHROUGH_FIELDS = frozenset(
 )
 
 
+PROGRESS_INTERVAL_S = 5.0  # `ApiCall.progress_interval_s` of APIs whose clients all get such events
+
+
+class PromptProgress(msgspec.Struct, frozen=True):
+    """Progress of a prompt's prefill, with the names of llama.cpp's server."""
+
+    total: int  # tokens of the prompt; 0 until it is rendered
+    cache: int = 0  # of these, reused
+    processed: int = 0  # reused or computed
+    time_ms: int = 0  # since the prefill began; of a prompt whose model is being loaded, since it waits for that
+
+
 @dataclass(frozen=True)
 class ApiCall:
     """A call for generation, as read from the client's body."""
@@ -33,7 +45,7 @@ class ApiCall:
     include_usage: bool = False  # in a stream of OpenAI's
     api_options: Any = None  # the api's own, for its encoder
     tool_fields: ToolFields | None = None  # where the tools came; None: as chat has them
-    return_progress: bool = False  # the client reads `prompt_progress` in a stream, as llama.cpp's server sends it
+    progress_interval_s: float | None = None  # least time between events of the prompt's progress; None: none are sent
 
     @property
     def can_reuse(self) -> bool:
@@ -66,6 +78,9 @@ class ResponseEncoder(Protocol):
     def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
         """Server-sent events for a chunk; b"" for none.  `raw`: the chunk as it came."""
 
+    def encode_progress(self, progress: PromptProgress, loading: str = "", index: int = 0) -> bytes:
+        """Event of a stream that is no content.  `loading`: the model that is being loaded; `index`: of the choice."""
+
     def encode_done(self) -> bytes:
         """End of a complete stream."""
 
@@ -85,7 +100,10 @@ class Api(Protocol):
     async def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
         """Raises ClientError, which `encode_error` puts into this API's form."""
 
-    def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder: ...
+    def create_encoder(
+        self, call: ApiCall, response_start: ResponseStart, earlier: ResponseEncoder | None = None
+    ) -> ResponseEncoder:
+        """`earlier`: the response's encoder so far, of which nothing but progress was sent."""
 
     def encode_error(self, error: ClientError) -> bytes:
         """JSON body of an error."""

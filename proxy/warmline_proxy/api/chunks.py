@@ -8,7 +8,7 @@ import msgspec
 
 from warmline_common.protocol.messages import decode
 from warmline_common.protocol.sse import encode_event
-from warmline_proxy.api.base import Chunk
+from warmline_proxy.api.base import Chunk, PromptProgress
 from warmline_proxy.errors import ClientError, bad_gateway
 
 Event = dict[str, Any]  # with a `type`
@@ -84,6 +84,9 @@ class EventSource(Protocol):
 
     def add_chunk(self, chunk: ChatChunk) -> Iterable[Event]: ...
 
+    def report_progress(self, progress: dict[str, Any]) -> Iterable[Event]:
+        """Events that clients ignore, with these fields."""
+
     def end(self) -> Iterable[Event]: ...
 
     def fail(self, error: ClientError) -> Iterable[Event]:
@@ -97,7 +100,7 @@ class EventEncoder:
     """ResponseEncoder of an API whose streams are typed events and whose JSON is their result."""
 
     def __init__(self, events: EventSource, stream: bool) -> None:
-        self._events, self._stream = events, stream
+        self.events, self._stream = events, stream
 
     def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
         """Raises ClientError 502 where `raw` is no chunk of a chat."""
@@ -105,17 +108,21 @@ class EventEncoder:
             decoded = decode(raw, ChatChunk)
         except msgspec.DecodeError as error:
             raise bad_gateway(f"The backend sent an unreadable chunk: {error}") from error
-        return self._emit(self._events.add_chunk(decoded))
+        return self._emit(self.events.add_chunk(decoded))
+
+    def encode_progress(self, progress: PromptProgress, loading: str = "", index: int = 0) -> bytes:
+        fields = {"prompt_progress": progress} | ({"loading": loading} if loading else {})
+        return self._emit(self.events.report_progress(fields))
 
     def encode_done(self) -> bytes:
-        return self._emit(self._events.end())
+        return self._emit(self.events.end())
 
     def encode_json(self) -> bytes:
-        self._emit(self._events.end())
-        return msgspec.json.encode(self._events.build_result())
+        self._emit(self.events.end())
+        return msgspec.json.encode(self.events.build_result())
 
     def encode_stream_error(self, error: ClientError) -> bytes:
-        return encode_events(self._events.fail(error))
+        return encode_events(self.events.fail(error))
 
     def _emit(self, events: Iterable[Event]) -> bytes:
         if self._stream:

@@ -11,10 +11,18 @@ import msgspec
 
 from warmline_common.protocol.messages import decode
 from warmline_common.protocol.sse import DONE, ChunkAggregator, encode_event
-from warmline_proxy.api.base import ApiCall, Chunk, Fields, ResponseStart, is_usage_chunk
+from warmline_proxy.api.base import (
+    ApiCall,
+    Chunk,
+    Fields,
+    PromptProgress,
+    ResponseEncoder,
+    ResponseStart,
+    is_usage_chunk,
+)
 from warmline_proxy.api.chat_custom_tools import convert_calls, convert_custom_tools
 from warmline_proxy.api.models import ServedModelInfo
-from warmline_proxy.errors import ClientError
+from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http import body_fields
 
 MODELS_PATH = "/v1/models"
@@ -32,7 +40,9 @@ class OpenAIApi:
         fields: Fields = dict(body_fields.parse_object(body))
         body_fields.check_message_count(fields.get("messages"), "messages")
         options = body_fields.decode_optional_field(fields, "stream_options", dict) or {}
-        return_progress = body_fields.decode_optional_field(fields, "return_progress", bool) is True
+        return_progress = body_fields.decode_field(fields, "return_progress")
+        if not isinstance(return_progress, bool | None):
+            raise bad_request("'return_progress' must be true or false.", param="return_progress")
         fields.pop("return_progress", None)  # the backend has no such field
         fields, custom_tools = convert_custom_tools(fields) if self.endpoint == "chat" else (fields, frozenset())
         return ApiCall(
@@ -44,11 +54,13 @@ class OpenAIApi:
             session_hint=body_fields.find_session_hint(fields, headers),
             retry_count=body_fields.parse_retry_count(headers),
             api_options=custom_tools,
-            return_progress=return_progress,
+            progress_interval_s=0.0 if return_progress else None,
         )
 
-    def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> "_OpenAIEncoder":
-        return _OpenAIEncoder(call)
+    def create_encoder(
+        self, call: ApiCall, response_start: ResponseStart, earlier: ResponseEncoder | None = None
+    ) -> "_OpenAIEncoder":
+        return _OpenAIEncoder(call, response_start)
 
     def encode_error(self, error: ClientError) -> bytes:
         return error.body
@@ -57,24 +69,10 @@ class OpenAIApi:
         return encode_event(error.body)
 
 
-def encode_load_progress(call: ApiCall, request_id: str, model: str, waited_s: float) -> bytes:
-    """Event for a client that asked for progress, and whose model is being loaded: no token is processed yet."""
-    is_chat = call.api.endpoint == "chat"
-    chunk: dict[str, Any] = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
-        "object": "chat.completion.chunk" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": call.client_model or model,
-        "choices": [],
-        "prompt_progress": {"total": 0, "cache": 0, "processed": 0, "time_ms": int(waited_s * 1000)},
-        "loading": model,
-    }
-    return encode_event(msgspec.json.encode(chunk))
-
-
 class _OpenAIEncoder:
-    def __init__(self, call: ApiCall) -> None:
-        self._call, self._aggregator = call, None if call.stream else ChunkAggregator()
+    def __init__(self, call: ApiCall, response_start: ResponseStart) -> None:
+        self._call, self._response_start = call, response_start
+        self._aggregator = None if call.stream else ChunkAggregator()
         self._custom_tools: frozenset[str] = call.api_options
 
     def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
@@ -93,6 +91,22 @@ class _OpenAIEncoder:
             self._convert_calls(chunk)
         encoded = msgspec.json.encode(chunk)  # all other values are the bytes that came, perhaps over several lines
         return encode_event(encoded.replace(b"\n", b"\ndata: "))
+
+    def encode_progress(self, progress: PromptProgress, loading: str = "", index: int = 0) -> bytes:
+        """A chunk as llama.cpp's server sends it, with an empty delta."""
+        is_chat, start = self._call.api.endpoint == "chat", self._response_start
+        content: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
+        chunk: dict[str, Any] = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{start.request_id}",
+            "object": "chat.completion.chunk" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": start.model if self._call.client_model is None else self._call.client_model,
+            "choices": [{"index": index, **content, "logprobs": None, "finish_reason": None}],
+            "prompt_progress": progress,
+        }
+        if self._call.include_usage:
+            chunk["usage"] = None
+        return encode_event(msgspec.json.encode(chunk | ({"loading": loading} if loading else {})))
 
     def _convert_calls(self, chunk: Chunk) -> None:
         """Write calls of custom tools in their form; the backend sends each call whole."""

@@ -67,6 +67,10 @@ class AdmissionQueue:
     def queued_count(self) -> int:
         return len(self._waiting)
 
+    def find_position(self, ticket: Ticket) -> int | None:
+        """Place among the waiting tickets, 1 for the longest wait; None where it does not wait."""
+        return self._waiting.index(ticket) + 1 if ticket in self._waiting else None
+
     def check_room(self, caller: str) -> None:
         """Raise ClientError: 429 where the queue has no place for this caller, 503 once closed."""
         if self.closed_reason:

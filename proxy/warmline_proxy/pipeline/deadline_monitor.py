@@ -7,14 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from warmline_common.protocol.sse import encode_comment
-from warmline_proxy.api.openai import encode_load_progress
+from warmline_proxy.api.base import PromptProgress
 from warmline_proxy.errors import ClientError, gateway_timeout
 from warmline_proxy.http.body_fields import strip_unprintable
 from warmline_proxy.models.backend import Backend
 from warmline_proxy.models.refusals import build_down_error
 from warmline_proxy.request.deadlines import BACKLOG_BYTES_MAX, EnginePace, find_missed_deadline
 from warmline_proxy.request.request import Request
+from warmline_proxy.response.progress import measure_progress
 from warmline_proxy.tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
@@ -22,7 +25,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 WORKING = "working"
 HEARTBEAT_INTERVAL_S = 15.0  # to one client
-PROGRESS_INTERVAL_S = 1.0  # to one that asked for progress
+LOAD_INTERVAL_S = 1.0  # to one that asked for progress, while its model is loaded
 
 
 @dataclass(eq=False)
@@ -53,7 +56,7 @@ class DeadlineMonitor:
                 request.cancel(error)
             elif self._is_heartbeat_due(request, now):
                 self.background.spawn(
-                    request.response.send_heartbeat(encode_heartbeat(request)), f"heartbeat {request.log.id}"
+                    request.response.send_heartbeat(*describe_heartbeat(request)), f"heartbeat {request.log.id}"
                 )
 
     def _find_violation(self, request: Request, now: float, pace: EnginePace) -> ClientError | None:
@@ -67,7 +70,9 @@ class DeadlineMonitor:
         """Due only while there is progress: of the request, or of the engine while the request waits."""
         if request.call is None or not (request.call.stream or self.heartbeat_after_s):
             return False
-        interval_s = PROGRESS_INTERVAL_S if reads_load_progress(request) else HEARTBEAT_INTERVAL_S
+        interval_s = HEARTBEAT_INTERVAL_S
+        if request.model_wait and (progress_s := request.call.progress_interval_s) is not None:
+            interval_s = max(progress_s, LOAD_INTERVAL_S)
         if not request.call.stream:
             after_s = self.heartbeat_after_s
             interval_s = min(interval_s, after_s) if request.response.has_started else after_s
@@ -102,17 +107,16 @@ def find_last_progress(request: Request) -> float:
     return backend.gate.progressed_at if request.model_wait else backend.watchdog.last_step_at
 
 
-def reads_load_progress(request: Request) -> bool:
-    """True for a client that asked for progress, and waits for its model."""
-    return request.model_wait is not None and request.call is not None and request.call.return_progress
-
-
-def encode_heartbeat(request: Request) -> bytes:
-    """Heartbeat for a streaming client: a comment, or progress where it asked for that."""
+def describe_heartbeat(request: Request) -> tuple[bytes, PromptProgress, str]:
+    """Heartbeat for a streaming client: a comment; its progress, and the model that is being loaded for it."""
+    first = request.branches[0] if request.branches else request
+    reuse = first.log.plan.reuse if first.log.plan else 0
+    progress = measure_progress(first.log, max(first.prefilled_tokens, reuse))
+    if first.log.ttft_s:
+        progress = msgspec.structs.replace(progress, processed=progress.total)
     backend = request.assigned_backend
     if backend is None or (wait := request.model_wait) is None:
-        return encode_comment(WORKING)
-    waited_s = time.monotonic() - wait.since
-    if request.call is not None and request.call.return_progress:
-        return encode_load_progress(request.call, request.log.id, backend.name, waited_s)
-    return encode_comment(f"loading {strip_unprintable(backend.name)}, for {waited_s:.0f} s")
+        return encode_comment(WORKING), progress, ""
+    waited_s, name = time.monotonic() - wait.since, strip_unprintable(backend.name)
+    loading = PromptProgress(progress.total, time_ms=int(waited_s * 1000))
+    return encode_comment(f"loading {name}, for {waited_s:.0f} s"), loading, name

@@ -79,6 +79,7 @@ class ProgressListener:
 
     def on_started(self) -> None:
         self.request.started = True
+        self.request.log.prefill_began_s = self.request.log.elapsed_s()
         self.request.advance(RequestStatus.PREFILLING)
 
     def on_progress(self) -> None:

@@ -126,7 +126,7 @@ class Pipeline:
                     gone_count += plan.source == RESIDENT  # what was restored can be restored again
                     continue
                 try:
-                    return await self._relay(request, generation, plan)
+                    return await self._relay(request, generation)
                 except upstream.LeaderLostError:
                     await self._reset(request)
         except upstream.BACKEND_LOST_ERRORS:
@@ -155,11 +155,15 @@ class Pipeline:
         finally:
             request.clock.mark_idle()
 
-    async def _relay(self, request: Request, generation: GenerationStream, plan: RequestPlan) -> None:
-        store = partial(self.steps.responses.store, request)
-        start = ResponseStart(request.log.id, request.model, request.log.prompt_tokens, plan.reuse, store)
-        encoder = request.response.open_encoder(start)
+    async def _relay(self, request: Request, generation: GenerationStream) -> None:
+        encoder = request.response.open_encoder(self._describe_start(request))
         await Relay(request.response, generation, encoder, request.log, request.record_first_token).run()
+
+    def _describe_start(self, request: Request) -> ResponseStart:
+        request_log, store = request.log, partial(self.steps.responses.store, request)
+        reuse = request_log.plan.reuse if request_log.plan else 0
+        model = request.model or request_log.model
+        return ResponseStart(request_log.id, model, request_log.prompt_tokens, reuse, store)
 
     @asynccontextmanager
     async def _request_scope(self, request: Request) -> AsyncIterator[None]:
@@ -195,6 +199,7 @@ class Pipeline:
             http_request,
             api,
             get_headers=lambda: build_response_headers(request),
+            describe_start=lambda: self._describe_start(request),
             send_timeout_s=self.config.send_timeout_s,
             on_error=self.metrics.record_error,
             wait_until_stored=lambda: self.steps.responses.wait_until_written(request),

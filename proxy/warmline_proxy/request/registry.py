@@ -96,12 +96,15 @@ class RequestRegistry:
         if (result := request.log.generation_result) and result.finish in ("stop", "length"):
             self._answer_tokens += SMOOTHING * (result.timings.decoded - self._answer_tokens)
 
-    def find(self, name: str, client: Client) -> Request | None:
-        """This client's request of that id or given name; of several tries under one name, one that is not ending."""
+    def find(self, name: str, client: Client | None) -> Request | None:
+        """This client's request of that id or given name; of several tries under one name, one that is not ending.
+
+        `client`: None for the owner, who may see those of all clients.
+        """
         found = dict(self._named[name]) if name in self._named else {}
         if name in self._requests:
             found[name] = self._requests[name]
-        matches = [request for request in found.values() if request.client == client]
+        matches = [request for request in found.values() if client is None or request.client == client]
         return next((request for request in matches if request.release_task is None), next(iter(matches), None))
 
     @property

@@ -1,6 +1,7 @@
 """State of one request, from its arrival until its tail is on disk.  Event loop thread."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -83,6 +84,8 @@ class Request:
     released: asyncio.Event = field(default_factory=asyncio.Event)  # the engine works on it no more, or never did
     saved: asyncio.Event = field(default_factory=asyncio.Event)  # on disk, or not going to be
     _status: RequestStatus = field(default=RequestStatus.ARRIVING, init=False)
+    _stage_s: dict[RequestStatus, float] = field(default_factory=dict, init=False)  # seconds in each, until `_stage_at`
+    _stage_at: float = field(default_factory=time.monotonic, init=False)  # time of the last change
 
     @cached_property
     def _title(self) -> str:
@@ -109,10 +112,16 @@ class Request:
 
     def advance(self, status: RequestStatus) -> None:
         """Enter a stage.  Once the response is over only SAVING follows, when the engine has released the request."""
+        self._stage_s, self._stage_at = self.measure_stages(), time.monotonic()
         if not self.response_done.is_set():
             self._status = status
         else:
             self._status = RequestStatus.SAVING if self.released.is_set() else RequestStatus.ENDING
+
+    def measure_stages(self) -> dict[RequestStatus, float]:
+        """Seconds in each stage so far, those of earlier dispatches included."""
+        present_s = self._stage_s.get(self._status, 0.0) + time.monotonic() - self._stage_at
+        return {**self._stage_s, self._status: present_s}
 
     def record_first_token(self) -> None:
         self.log.ttft_s = self.log.ttft_s or self.log.elapsed_s()

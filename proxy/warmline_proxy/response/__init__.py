@@ -1,1 +1,1 @@
-"""The client's response: relay, choices, repetition.  May import api, auth, http, upstream.  Event loop thread."""
+"""The client's response: relay, progress, choices.  May import api, auth, http, upstream.  Event loop thread."""

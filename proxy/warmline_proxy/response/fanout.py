@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
-from warmline_proxy.api.base import ApiCall, Chunk, ResponseEncoder, ResponseStart
+from warmline_proxy.api.base import ApiCall, Chunk, PromptProgress, ResponseEncoder, ResponseStart
 from warmline_proxy.errors import ClientError, request_cancelled
 from warmline_proxy.response.choices import ChoiceMerger, ChoiceRequest
 from warmline_proxy.response.relay import ResponseWriter
@@ -55,6 +55,12 @@ class Branch:
         self._pending_chunks.append(merged_chunk)
         return b""
 
+    def encode_progress(self, progress: PromptProgress, loading: str = "", index: int = 0) -> bytes:
+        """Progress of a prompt, once for all of its choices."""
+        assert self._fanout.response.encoder is not None
+        is_first = self.choice.sample_index == 0
+        return self._fanout.response.encoder.encode_progress(progress, loading, self.index) if is_first else b""
+
     def encode_done(self) -> bytes:
         """Nothing: the whole response has an end of its own."""
         return b""
@@ -67,7 +73,7 @@ class Branch:
     async def write(self, data: bytes) -> None:
         await self._fanout.response.write(data)
 
-    async def send_heartbeat(self, event: bytes) -> None:
+    async def send_heartbeat(self, comment: bytes, progress: PromptProgress, loading: str) -> None:
         """Do nothing: the whole response sends heartbeats."""
 
     async def end(self, data: bytes = b"") -> None:

@@ -16,12 +16,13 @@ from aiohttp import web
 
 from warmline_common.protocol.messages import decode
 from warmline_common.protocol.sse import SseEvent
-from warmline_proxy.api.base import Api, ApiCall, Chunk, ResponseEncoder, ResponseStart
+from warmline_proxy.api.base import Api, ApiCall, Chunk, PromptProgress, ResponseEncoder, ResponseStart
 from warmline_proxy.errors import ClientError, bad_gateway
 from warmline_proxy.http.bodies import bytes_response, write_chunk
 from warmline_proxy.request_log import RequestLog
+from warmline_proxy.response.progress import measure_progress
 from warmline_proxy.upstream.client import LeaderLostError, StepFailedError, UpstreamError, translate_upstream_error
-from warmline_proxy.upstream.generation_stream import PREFILL, GenerationStream
+from warmline_proxy.upstream.generation_stream import STARTED, GenerationStream, parse_prefill
 
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -47,7 +48,7 @@ class ResponseSink(Protocol):
         """Encoder for the content; a new one at each dispatch, before which no content was written."""
 
     async def write(self, data: bytes) -> None: ...
-    async def send_heartbeat(self, event: bytes) -> None: ...
+    async def send_heartbeat(self, comment: bytes, progress: PromptProgress, loading: str) -> None: ...
     async def end(self, data: bytes = b"") -> None: ...
     async def send_json(self, body: bytes) -> None: ...
     async def fail(self, error: ClientError) -> None: ...
@@ -64,6 +65,7 @@ class ResponseWriter:
     http_request: web.Request
     api: Api
     get_headers: Callable[[], Mapping[str, str]]
+    describe_start: Callable[[], ResponseStart]  # for what is sent before the first dispatch
     send_timeout_s: float
     on_error: Callable[[ClientError], object]  # called with the error that is written to the client
     wait_until_stored: Callable[[], Awaitable[None]]  # awaited before each write: what says that it is stored, is
@@ -83,7 +85,7 @@ class ResponseWriter:
 
     def open_encoder(self, response_start: ResponseStart) -> ResponseEncoder:
         assert self.call is not None
-        self.encoder = self.call.api.create_encoder(self.call, response_start)
+        self.encoder = self.call.api.create_encoder(self.call, response_start, self.encoder)
         return self.encoder
 
     async def write(self, data: bytes) -> None:
@@ -99,13 +101,16 @@ class ResponseWriter:
                 self._stream_response = response
             await write_chunk(self._stream_response, data, self.send_timeout_s)
 
-    async def send_heartbeat(self, event: bytes) -> None:
-        """Send a comment or another event that says nothing of the answer, so that the client does not time out.
+    async def send_heartbeat(self, comment: bytes, progress: PromptProgress, loading: str) -> None:
+        """Send a comment, or the progress where the client reads that, so that the client does not time out.
 
         One that waits for JSON gets white space.
         """
         if self.call is None or self._is_heartbeat_stopped or self._send_lock.locked():
             return
+        event, interval_s = comment, self.call.progress_interval_s
+        if self.call.stream and interval_s is not None and (interval_s or not self.has_content):
+            event = (self.encoder or self.open_encoder(self.describe_start())).encode_progress(progress, loading)
         with suppress(ConnectionResetError):  # also raised in the request's own task
             await self.write(event if self.call.stream else b" ")
 
@@ -155,7 +160,7 @@ class ResponseWriter:
             self._is_heartbeat_stopped = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class Relay:
     """One generation's way to its sink, encoded by the sink's encoder for this dispatch."""
 
@@ -164,6 +169,8 @@ class Relay:
     encoder: ResponseEncoder
     request_log: RequestLog
     on_first_token: Callable[[], None]
+    _progressed_at: float = field(default_factory=time.monotonic, init=False)  # the last event of progress
+    _is_progress_sent: bool = field(default=False, init=False)
 
     async def run(self) -> None:
         """Raises ClientError or UpstreamError if no content was sent, ConnectionResetError if the client has left."""
@@ -201,11 +208,30 @@ class Relay:
 
     def _encode_event(self, event: SseEvent) -> bytes:
         """Bytes for the client; b"" for none.  Raises ClientError for the backend's error event."""
+        if event.comment == STARTED:
+            reuse = self.request_log.plan.reuse if self.request_log.plan else 0
+            return self._encode_progress(reuse)
         if event.comment:
-            return event.raw if event.comment.startswith(PREFILL) else b""
+            tokens = parse_prefill(event.comment)
+            return b"" if tokens is None else event.raw + self._encode_progress(tokens)
         if event.data == b"[DONE]":
             return self.encoder.encode_done()
         return self._encode_chunk(event.data) if event.data else event.raw
+
+    def _encode_progress(self, processed: int) -> bytes:
+        assert self.sink.call is not None
+        interval_s = self.sink.call.progress_interval_s
+        if interval_s is None or (now := time.monotonic()) - self._progressed_at < interval_s:
+            return b""
+        self._progressed_at, self._is_progress_sent = now, True
+        return self.encoder.encode_progress(measure_progress(self.request_log, processed))
+
+    def _encode_last_progress(self) -> bytes:
+        """The end of the prefill, once, where its progress was sent: the first token has come."""
+        if not self._is_progress_sent:
+            return b""
+        self._is_progress_sent = False
+        return self.encoder.encode_progress(measure_progress(self.request_log, self.request_log.prompt_tokens))
 
     def _encode_chunk(self, data: bytes) -> bytes:
         chunk: Chunk = _decode_json(data, Chunk)
@@ -213,7 +239,7 @@ class Relay:
             raise _parse_stream_error(data)
         if not self.request_log.ttft_s and _has_content(data):
             self.on_first_token()
-        return self.encoder.encode_chunk(chunk, data)
+        return self._encode_last_progress() + self.encoder.encode_chunk(chunk, data)
 
 
 def _has_content(data: bytes) -> bool:

@@ -1,7 +1,6 @@
 """Routes of the client APIs: generations, token counts, models, cancellation.  Event loop thread."""
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -9,13 +8,13 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 
 from warmline_common.process.redaction import quote_text
+from warmline_proxy.admin.request_status import RequestStateRoutes, list_request_ids
 from warmline_proxy.api import openai
 from warmline_proxy.api.anthropic import adapter as anthropic
 from warmline_proxy.api.base import Api, ApiCall
 from warmline_proxy.api.models import ServedModelInfo, make_model_info
 from warmline_proxy.api.registry import MESSAGES
 from warmline_proxy.api.responses.adapter import ResponsesApi
-from warmline_proxy.api.responses.history import RESPONSE_PREFIX
 from warmline_proxy.errors import bad_request, service_unavailable
 from warmline_proxy.http.bodies import BodyReader, json_response
 from warmline_proxy.models.admission import identify_caller
@@ -28,9 +27,8 @@ from warmline_proxy.request.deadlines import RequestTimeouts
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.routes.middlewares import CLIENT, RouteHandler, trim_path
 
-CANCEL_PATH = "/v1/requests/"
+REQUESTS_PATH = "/v1/requests/"
 VERSION_HEADER = "anthropic-version"  # sent by all clients of Anthropic's API, whose models path is OpenAI's too
-_ID_PREFIX = re.compile(rf"\A(chatcmpl-|cmpl-|msg_|{RESPONSE_PREFIX})")  # before the request id in a response id
 
 
 @dataclass(eq=False)
@@ -43,6 +41,7 @@ class ClientRoutes:
     models: ServedModels
     registry: RequestRegistry
     completion: Completion
+    states: RequestStateRoutes
 
     def build_generation_handler(self, api: Api) -> RouteHandler:
         async def generate(request: web.Request) -> web.StreamResponse:
@@ -76,10 +75,15 @@ class ClientRoutes:
         info = make_model_info(backend.state.known_status)
         return replace(info, name=backend.name, is_loaded=backend.gate.is_open)
 
+    async def get_request(self, request: web.Request) -> web.Response:
+        """State of the client's own request."""
+        name = trim_path(request).removeprefix(REQUESTS_PATH)
+        return json_response(await self.states.find_state(name, request[CLIENT]))
+
     async def cancel_request(self, request: web.Request) -> web.Response:
         """Cancel a request by its own id or its response's id.  Other clients' requests are 404."""
-        name = trim_path(request).removeprefix(CANCEL_PATH)
-        ids = (name, _ID_PREFIX.sub("", name))
+        name = trim_path(request).removeprefix(REQUESTS_PATH)
+        ids = list_request_ids(name)
         found = next(filter(None, (self.registry.find(each, request[CLIENT]) for each in ids)), None)
         if found is None or found.released.is_set():
             raise bad_request(f'No request "{name[:80]}" is on its way.', status=404, code="unknown_request")

@@ -21,6 +21,12 @@ STARTED = b"started"  # comments of the backend's stream
 PREFILL = b"prefill "
 
 
+def parse_prefill(comment: bytes) -> int | None:
+    """Prompt tokens that have KV rows, as a comment says; None for other comments."""
+    done = comment.removeprefix(PREFILL).partition(b"/")[0] if comment.startswith(PREFILL) else b""
+    return int(done) if done.isdigit() else None
+
+
 class GenerationListener(Protocol):
     """Callbacks of a generation, on the event loop as its stream is read.
 
@@ -95,10 +101,8 @@ class GenerationStream:
     def _notify_listener(self, event: SseEvent) -> None:
         if event.comment == STARTED:
             self._listener.on_started()
-        elif event.comment.startswith(PREFILL):
-            done = event.comment.removeprefix(PREFILL).partition(b"/")[0]
-            if done.isdigit():
-                self._listener.on_prefilled(int(done))
+        elif (tokens := parse_prefill(event.comment)) is not None:
+            self._listener.on_prefilled(tokens)
         elif event.data:
             self._listener.on_content(event.data)
 

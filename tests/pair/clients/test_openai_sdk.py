@@ -27,6 +27,10 @@ def join_stream_text(chunks: list[Any]) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
+def find_progress(chunks: list[Any]) -> list[dict[str, int]]:
+    return [chunk.prompt_progress for chunk in chunks if "prompt_progress" in chunk.model_extra]
+
+
 @pytest.mark.parametrize("model", ["openai/glm-5.2", "gpt-4o", 'ünïcode "quoted" \\ name'])
 def test_chat_streamed_and_not(client: OpenAI, model: str) -> None:
     request: dict[str, Any] = {"model": model, "messages": make_messages(f"chat {model}"), "max_tokens": 12}
@@ -43,8 +47,14 @@ def test_stream_usage_on_request(client: OpenAI) -> None:
     request: dict[str, Any] = {"model": "m", "messages": make_messages("usage"), "max_tokens": 5, "stream": True}
     plain = list(client.chat.completions.create(**request))
     assert all("usage" not in chunk.model_fields_set and chunk.choices for chunk in plain)
-    chunks = list(client.chat.completions.create(**request, stream_options={"include_usage": True}))
-    assert chunks[-1].choices == [] and chunks[-1].model == "m"
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}, "extra_body": {"return_progress": True}}
+    chunks = list(client.chat.completions.create(**request, **options))
+    assert chunks[-1].choices == [] and chunks[-1].model == "m" and len({chunk.id for chunk in chunks}) == 1
+    first, last = (find_progress(chunks)[place] for place in (0, -1))
+    assert (
+        first["cache"] == first["processed"] == last["cache"] == last["total"] - 1
+        and last["processed"] == last["total"]
+    )
     usage = chunks[-1].usage
     assert usage and usage.completion_tokens == 5 and usage.prompt_tokens_details
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
@@ -156,7 +166,8 @@ def test_litellm(litellm: Any, warm_pair: Pair) -> None:
         "num_retries": 0,
     }
     whole = litellm.completion(**request)
-    chunks = list(litellm.completion(**request, stream=True, stream_options={"include_usage": True}))
+    options = {"stream_options": {"include_usage": True}, "extra_body": {"return_progress": True}}
+    chunks = list(litellm.completion(**request, stream=True, **options))
     later = asyncio.run(litellm.acompletion(**request))
     text = whole.choices[0].message.content
     assert text == join_stream_text(chunks) == later.choices[0].message.content != ""

@@ -212,7 +212,7 @@ def test_strings_among_blocks_are_texts() -> None:
 def test_whole_floats_and_empty_formats_are_read() -> None:
     fields = convert_to_chat(max_tokens=20.0, thinking={"type": "enabled", "budget_tokens": 1024.0}, output_format={})
     assert fields["max_tokens"] == 20 and isinstance(fields["max_tokens"], int) and "response_format" not in fields
-    assert convert(max_tokens=0.0).api_options == 0
+    assert convert(max_tokens=0.0).api_options.max_tokens == 0
     assert convert_to_chat(max_tokens=-1)["max_tokens"] == -1, "no limit"
     assert catch_refusal(max_tokens=20.5) == "'max_tokens' must be an integer, not 20.5"
 

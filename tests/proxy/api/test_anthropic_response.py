@@ -10,6 +10,7 @@ from anthropic.lib.streaming._messages import accumulate_event
 
 from warmline_common.protocol.sse import SseParser
 from warmline_proxy.api.anthropic.adapter import MessagesApi
+from warmline_proxy.api.anthropic.response import MessageOptions
 from warmline_proxy.api.base import ApiCall, Chunk, ResponseStart
 from warmline_proxy.errors import (
     ClientError,
@@ -50,7 +51,7 @@ def make_usage_chunk(prompt: int, completion: int, cached: int, **details: Any) 
 
 def make_encoder(stream: bool, max_tokens: int = 50, model: str | None = "theirs") -> Any:
     api = MessagesApi()
-    return api.create_encoder(ApiCall(api, {}, model, stream, "", api_options=max_tokens), START)
+    return api.create_encoder(ApiCall(api, {}, model, stream, "", api_options=MessageOptions(max_tokens)), START)
 
 
 def encode_stream(chunks: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:

@@ -237,6 +237,11 @@ async def test_other_keys_requests_are_inaccessible(tmp_path: Path) -> None:
             for path in ("requests/mine", "requests/chatcmpl-mine", "responses/resp_mine"):
                 async with proxy.client.delete(f"{proxy.url}/v1/{path}", headers=make_bearer_header(two)) as refused:
                     assert refused.status == 404
+                async with proxy.client.get(f"{proxy.url}/v1/{path}", headers=make_bearer_header(two)) as refused:
+                    assert refused.status == 404
+            async with proxy.client.get(f"{proxy.url}/v1/requests/mine", headers=make_bearer_header(one)) as shown:
+                state = await shown.json()
+            assert (state["id"], state["client"], state["state"]) == ("mine", "one", "decoding")
             proxy.backend.holding.clear()
             async with proxy.client.post(url, json=body, headers={**make_bearer_header(two), **name}) as other:
                 assert other.status == 200, "its id is free: other clients' requests are invisible"

@@ -219,7 +219,7 @@ async def test_streaming_client_hears_that_its_model_is_loaded(tmp_path: Path, m
 async def test_client_that_asks_for_progress_hears_of_the_load_as_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadline_monitor, "PROGRESS_INTERVAL_S", 0.1)
+    monkeypatch.setattr(deadline_monitor, "LOAD_INTERVAL_S", 0.1)
     monkeypatch.setattr(switcher, "PROGRESS_INTERVAL_S", 0.05)
     async with run_models(tmp_path, TWO, 20, ("large",)) as harness:
         harness.keeper.loading_allowed.clear()
@@ -234,7 +234,7 @@ async def test_client_that_asks_for_progress_hears_of_the_load_as_data(
             harness.keeper.loading_allowed.set()
             await response.read()
         chunk = json.loads(first.removeprefix(b"data: "))
-        assert chunk["choices"] == [] and chunk["loading"] == chunk["model"] == "small"
+        assert chunk["choices"][0]["delta"] == {} and chunk["loading"] == chunk["model"] == "small"
         assert chunk["prompt_progress"] | {"time_ms": 0} == {"total": 0, "cache": 0, "processed": 0, "time_ms": 0}
         assert "return_progress" not in harness.keeper.backends["small"].calls["prompts"][0]
 

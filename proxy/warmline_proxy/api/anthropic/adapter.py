@@ -8,14 +8,15 @@ from typing import Any
 import msgspec
 
 from warmline_proxy.api.anthropic.request import MessagesBody, build_chat_fields, list_tool_places, read_body
-from warmline_proxy.api.anthropic.response import MessageEvents, build_error_envelope
-from warmline_proxy.api.base import ApiCall, ResponseEncoder, ResponseStart
+from warmline_proxy.api.anthropic.response import MessageEvents, MessageOptions, build_error_envelope
+from warmline_proxy.api.base import PROGRESS_INTERVAL_S, ApiCall, ResponseEncoder, ResponseStart
 from warmline_proxy.api.chunks import EventEncoder, encode_events
 from warmline_proxy.api.models import ServedModelInfo
 from warmline_proxy.api.tool_fields import ToolFields
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http import body_fields
 
+CLAUDE_CODE = "claude-cli/"  # its User-Agent begins so
 TIME_S_MAX = 253_402_300_799  # the last second of the year 9999
 _SESSION = re.compile(r"_session_([0-9A-Za-z-]{8,64})$")
 
@@ -47,12 +48,18 @@ class MessagesApi:
             session_hint=body_fields.find_session_hint(body.others, headers)
             or body_fields.strip_unprintable(parse_session(body.user_id)),
             retry_count=body_fields.parse_retry_count(headers),
-            api_options=body.max_tokens,
+            api_options=MessageOptions(body.max_tokens, headers.get("User-Agent", "").startswith(CLAUDE_CODE)),
+            progress_interval_s=PROGRESS_INTERVAL_S,
             tool_fields=ToolFields(list_tool_places(body.tools or []), "input_schema"),
         )
 
-    def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder:
-        return EventEncoder(MessageEvents(call, response_start), call.stream)
+    def create_encoder(
+        self, call: ApiCall, response_start: ResponseStart, earlier: ResponseEncoder | None = None
+    ) -> ResponseEncoder:
+        events = MessageEvents(call, response_start)
+        if call.stream and isinstance(earlier, EventEncoder) and isinstance(earlier.events, MessageEvents):
+            events.resume(earlier.events)
+        return EventEncoder(events, call.stream)
 
     def encode_error(self, error: ClientError) -> bytes:
         return msgspec.json.encode(build_error_envelope(error))

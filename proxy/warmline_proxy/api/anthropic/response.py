@@ -5,10 +5,16 @@
 
 One block at a time is open.  A tool call's `input` is written when the call is complete, since it must be an object.
 Errors have Anthropic's envelope.
+
+A `ping`, which may come at any place, says how far a long prefill is.  Claude Code ignores it, and gives up after 300 s
+without another event: from time to time it gets a message_delta without a change, too.  Others may take that for the
+answer's end, as LiteLLM does.
 """
 
 import re
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,6 +23,7 @@ from warmline_proxy.api.base import ApiCall, ResponseStart
 from warmline_proxy.api.chunks import ChatChunk, ChunkChoice, ChunkToolCall, ChunkUsage, Event
 from warmline_proxy.errors import ClientError, decode_error_body, parse_context_overflow, rename_error_param
 
+UNCHANGED_INTERVAL_S = 60.0  # between such events, before the answer begins
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 SIGNATURE = "d2FybWxpbmU="  # of all thinking blocks: clients send it back, and it is ignored
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
@@ -43,14 +50,25 @@ _FIELD_NAMES = {
 _OWN_CALL_ID = re.compile(r"call_([0-9a-f]{24})")
 
 
+@dataclass(frozen=True)
+class MessageOptions:
+    """Options of the request that the response depends on."""
+
+    max_tokens: float | None
+    is_claude_code: bool = False
+
+
 class MessageEvents:
     """EventSource of one message."""
 
     def __init__(self, call: ApiCall, response_start: ResponseStart) -> None:
         self._response_start = response_start
         self._model = response_start.model if call.client_model is None else call.client_model
-        self._is_silent = call.api_options == 0  # max_tokens: the prompt is prefilled only
-        self._has_started = False
+        options: MessageOptions = call.api_options
+        self._is_silent = options.max_tokens == 0  # the prompt is prefilled only
+        self._sends_unchanged = options.is_claude_code
+        self._has_started = self._has_chunks = False  # has_chunks: the prefill is over
+        self._changed_at = time.monotonic()  # the last event but pings, before the answer
         self._content: list[dict[str, Any]] = []  # blocks so far
         self._open_type = ""  # of the last block, while it is open
         self._open_call_index = -1
@@ -60,12 +78,27 @@ class MessageEvents:
         self._usage: ChunkUsage | None = None
 
     def add_chunk(self, chunk: ChatChunk) -> Iterator[Event]:
+        self._has_chunks = True
         yield from self._start_message()
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices if not self._is_silent else ():
             yield from self._emit_choice(choice)
 
+    def report_progress(self, progress: dict[str, Any]) -> Iterator[Event]:
+        yield {"type": "ping", **progress}
+        is_due = time.monotonic() - self._changed_at >= UNCHANGED_INTERVAL_S
+        if self._sends_unchanged and is_due and not self._has_chunks:
+            self._changed_at = time.monotonic()
+            yield from self._start_message()
+            usage = {"output_tokens": 0}
+            yield {"type": "message_delta", "delta": {"stop_reason": None, "stop_sequence": None}, "usage": usage}
+
+    def resume(self, earlier: "MessageEvents") -> None:
+        """Go on after the events of another dispatch of the same request."""
+        self._has_started, self._changed_at = earlier._has_started, earlier._changed_at
+
     def end(self) -> Iterator[Event]:
+        self._has_chunks = True
         yield from self._start_message()
         yield from self._close_block()
         yield {"type": "message_delta", "delta": self._build_end(), "usage": self._build_usage()}
@@ -101,9 +134,13 @@ class MessageEvents:
         }
 
     def _build_usage(self) -> dict[str, Any]:
-        """Usage so far; nothing counts as written to the cache, since saving costs clients nothing."""
-        chunk_usage = self._usage or ChunkUsage(self._response_start.prompt_tokens)
-        cached = chunk_usage.cached_tokens if self._usage else self._response_start.cached_tokens
+        """Usage so far; nothing counts as written to the cache, since saving costs clients nothing.
+
+        It is zero before the prefill ends: clients add up what each message_delta finds.
+        """
+        start = self._response_start
+        chunk_usage = self._usage or ChunkUsage(start.prompt_tokens if self._has_chunks else 0)
+        cached = chunk_usage.cached_tokens if self._usage else start.cached_tokens if self._has_chunks else 0
         usage: dict[str, Any] = {
             "input_tokens": chunk_usage.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,

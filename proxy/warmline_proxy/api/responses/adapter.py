@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 
 from warmline_common.protocol.messages import ErrorReply
-from warmline_proxy.api.base import PASSTHROUGH_FIELDS, ApiCall, Fields, ResponseEncoder, ResponseStart
+from warmline_proxy.api.base import (
+    PASSTHROUGH_FIELDS,
+    PROGRESS_INTERVAL_S,
+    ApiCall,
+    Fields,
+    ResponseEncoder,
+    ResponseStart,
+)
 from warmline_proxy.api.chunks import EventEncoder, encode_events
 from warmline_proxy.api.custom_tools import JsonObject
 from warmline_proxy.api.responses.history import (
@@ -72,11 +79,17 @@ class ResponsesApi:
             retry_count=body_fields.parse_retry_count(headers),
             api_options=_read_response_options(fields, toolbox, resolved, is_stored),
             tool_fields=ToolFields(tuple(tool.field for tool in toolbox.tools.values())),
+            progress_interval_s=PROGRESS_INTERVAL_S,
         )
 
-    def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder:
+    def create_encoder(
+        self, call: ApiCall, response_start: ResponseStart, earlier: ResponseEncoder | None = None
+    ) -> ResponseEncoder:
         model = response_start.model if call.client_model is None else call.client_model
-        return EventEncoder(ResponseEvents(call.api_options, response_start, model), call.stream)
+        events = ResponseEvents(call.api_options, response_start, model)
+        if call.stream and isinstance(earlier, EventEncoder) and isinstance(earlier.events, ResponseEvents):
+            events.resume(earlier.events)
+        return EventEncoder(events, call.stream)
 
     def encode_error(self, error: ClientError) -> bytes:
         return msgspec.json.encode(ErrorReply(error=translate_error(error)))

@@ -3,6 +3,8 @@
 The same events make a stream and the JSON response:
 
     response.created  ->  items, each: added  ->  parts and deltas  ->  done  ->  response.completed or .incomplete
+
+A stream with a long prefill has keepalives, which say how far it is, after the beginning.
 """
 
 import time
@@ -97,6 +99,16 @@ class ResponseEvents:
             if choice.finish_reason:
                 self._finish_reason, self._failed_format = choice.finish_reason, choice.failed_format
                 yield from self._finish_item()
+
+    def report_progress(self, progress: JsonObject) -> Events:
+        """OpenAI's keepalive with more fields: its Node SDK refuses unknown types, its own repeat all tools."""
+        yield from self._emit_created()
+        yield self._make_event("keepalive", **progress)
+
+    def resume(self, earlier: "ResponseEvents") -> None:
+        """Go on after the events of another dispatch of the same request."""
+        self._event_count = earlier._event_count
+        self._head["created_at"] = earlier._head["created_at"]
 
     def end(self) -> Events:
         yield from self._emit_created()
