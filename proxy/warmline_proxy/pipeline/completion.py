@@ -119,7 +119,13 @@ class Completion:
     def _can_finish_prefill(self, request: Request) -> bool:
         """True if the client left by itself during prefill, and that is to be finished."""
         has_left = request.log.outcome == CANCELLED and request.cancel_scope.reason is None
-        return self.finish_prefill and has_left and request.generation is not None and not request.log.ttft_s
+        return (
+            self.finish_prefill
+            and not request.is_background
+            and has_left
+            and request.generation is not None
+            and not request.log.ttft_s
+        )
 
     async def _finish_prefill_detached(self, request: Request) -> bool:
         """Let an idle engine complete the prefill, for the client's next try; False where the backend refuses."""
