@@ -25,7 +25,7 @@ class PrewarmEntry:
     file: str = ""  # absolute, or relative to the home
     client: str = ""  # name of its key, or beginning of its User-Agent
     api: str = ""  # of the file's body; "": as the body shows
-    model: str = ""  # configured name or alias; "": the default
+    model: str = ""  # configured name or alias; "": the default; not looked at where one model is served
     key: str = ""  # name of the client key for whose requests it is; "": requests without a key
     pin: bool = False
 
@@ -48,12 +48,11 @@ def parse_prewarm(raw: str) -> list[PrewarmEntry]:
 
 
 def check_prewarm_models(entries: Sequence[PrewarmEntry], models: Sequence[ModelConfig]) -> None:
-    """Raise ValueError for an entry whose model is not configured."""
+    """Raise ValueError for an entry whose model is none of several; where one is served, any name means that."""
     for entry in entries:
-        if entry.model and find_model(models, entry.model) is None:
+        if models and entry.model and find_model(models, entry.model) is None:
             names = ", ".join(model.name for model in models)
-            expected = f"expected one of {names}" if names else "one model is served, so leave `model` out"
-            raise ValueError(f"{entry.file or entry.client}: unknown model {entry.model!r}; {expected}")
+            raise ValueError(f"{entry.file or entry.client}: unknown model {entry.model!r}; expected one of {names}")
 
 
 def _parse_entry(table: Mapping[str, Any], label: str) -> PrewarmEntry:

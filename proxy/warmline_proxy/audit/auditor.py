@@ -87,8 +87,6 @@ class Auditor:
 
     def consider_request(self, request: Request) -> None:
         """Queue a saved and recorded request for an audit, if its answer collapsed or chance has chosen it."""
-        if request.is_background:
-            return
         request_log, collapse = request.log, request.log.collapse
         ended_at = request_log.arrived_monotonic + request_log.total_s
         self._pauses.record_turn(name_conversation(request), request_log.arrived_monotonic, ended_at)

@@ -28,7 +28,7 @@ class Completion:
 
     registry: RequestRegistry
     saver: Saver
-    on_completed: Sequence[Callable[[Request], None]]  # for each admitted request, once it is saved and recorded
+    on_completed: Sequence[Callable[[Request], None]]  # for a client's admitted request, once it is saved and recorded
     background: BackgroundTasks
     finish_prefill: bool
 
@@ -78,7 +78,7 @@ class Completion:
             self.registry.mark_settling(request)
             if request.is_admitted:  # refused requests are not recorded: a flood of them would evict all other records
                 await self.saver.save_request(request)
-                for on_completed in self.on_completed:
+                for on_completed in self.on_completed if not request.is_background else ():
                     on_completed(request)
         finally:
             request.saved.set()

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -79,7 +80,7 @@ class PrewarmJob:
         reason = f"its model is not loaded: `warmline models load {name}`" if name else "the backend is not up"
         return msgspec.structs.replace(report, detail=reason)
 
-    def finish(self, state: str, detail: str = "") -> None:
+    def set_state(self, state: str, detail: str = "") -> None:
         self.report.state, self.report.detail, self.report.at = state, detail, time.time()
 
 
@@ -135,7 +136,7 @@ class Prewarmer:
 
     def consider_request(self, request: Request) -> None:
         """Keep the head of a configured client's request, for the next start or upgrade."""
-        if request.is_background or request.purged or request.log.outcome != OK or request.call is None:
+        if request.purged or request.log.outcome != OK or request.call is None:
             return
         for job in self._configured:
             if job.backend is request.assigned_backend and self._is_of_client(request, job.entry):
@@ -155,20 +156,18 @@ class Prewarmer:
 
     def _find_backend(self, model: str) -> Backend:
         """Raises PrewarmError."""
-        if not model:
+        if not model or not self.models.has_keeper:
             return self.models.default
         if (backend := self.models.find(model)) is None:
-            names = ", ".join(each.name for each in self.models.configs) or "none: leave it out"
+            names = ", ".join(each.name for each in self.models.configs)
             raise PrewarmError(f"no model is called {model!r}; there are {names}")
         return backend
 
     def _find_client(self, entry: PrewarmEntry) -> Client:
         """Client whose requests are to be warm: of the named key, else of the key that is named like the client."""
         if entry.client and not entry.key:
-            try:
+            with suppress(KeyNotFoundError):
                 return self.keys.find_client(entry.client)
-            except KeyNotFoundError:
-                pass
         return self.keys.find_client(entry.key)
 
     async def _run(self) -> None:
@@ -178,12 +177,9 @@ class Prewarmer:
             if (job := self._find_due()) is not None:
                 await self._run_job(job)
                 continue
-            has_waiting = self._configured or any(job.is_due for job in self._commands)
-            try:
-                async with asyncio.timeout(POLL_INTERVAL_S if has_waiting or self._commands else None):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_INTERVAL_S if self._configured or self._commands else None):
                     await self._has_command.wait()
-            except TimeoutError:
-                pass
 
     def _find_due(self) -> PrewarmJob | None:
         for job in (*self._commands, *self._configured):
@@ -193,8 +189,8 @@ class Prewarmer:
         return None
 
     async def _run_job(self, job: PrewarmJob) -> None:
-        boots, job.report.state = job.backend.watchdog.boots, PREWARMING
-        job.report.at = time.time()
+        boots = job.backend.watchdog.boots
+        job.set_state(PREWARMING)
         try:
             is_done = await self.engines[job.backend].run(self._work(job), lambda: job.quiet_s)
         except (PrewarmError, KeyNotFoundError, ClientError) as error:
@@ -202,7 +198,7 @@ class Prewarmer:
             self._fail(job, boots, message)
         except (UpstreamError, IndexStoreError, OSError) as error:
             job.tries += 1
-            job.finish(WAITING, str(error))
+            job.set_state(WAITING, str(error))
             if job.tries >= TRIES_MAX:
                 self._fail(job, boots, str(error))
         except Exception:  # one entry must not end the task of all others
@@ -212,13 +208,13 @@ class Prewarmer:
             if is_done:
                 job.boots, job.tries = boots, 0
             else:
-                job.finish(WAITING, "it made way for a request, and goes on from there")
+                job.set_state(WAITING, "it made way for a request, and goes on from there")
         finally:
             job.request = None
 
     def _fail(self, job: PrewarmJob, boots: int, reason: str) -> None:
         job.boots, job.tries = boots, 0
-        job.finish(FAILED, reason)
+        job.set_state(FAILED, reason)
         log.warning("prewarm %s: %s", job.entry.name, reason)
 
     async def _prepare(self, job: PrewarmJob) -> list[PreparedPrompt]:
@@ -237,7 +233,7 @@ class Prewarmer:
         """Look all prompts of a job up, and compute those that are not stored; True."""
         prompts = await self._prepare(job)
         if not prompts:
-            job.finish(WAITING, "no request of this client was seen yet")
+            job.set_state(WAITING, "no request of this client was seen yet")
             return True
         report, sessions, details = job.report, set[str](), list[str]()
         report.prompts, report.tokens = len(prompts), sum(prompt.token_count for prompt in prompts)
@@ -249,7 +245,7 @@ class Prewarmer:
         if not report.id:
             name, kept = job.session_name, sessions if job.entry.pin else set()
             await self.computer.unpin(lambda row: row.client == name and row.id not in kept)
-        job.finish(FAILED if details else STORED, "; ".join(dict.fromkeys(details)))
+        job.set_state(FAILED if details else STORED, "; ".join(dict.fromkeys(details)))
         log.log(
             logging.WARNING if details else logging.INFO,
             "prewarm %s: %s, tokens=%d computed=%d seconds=%.1f pinned=%s %s",
