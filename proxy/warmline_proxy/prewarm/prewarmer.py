@@ -36,7 +36,7 @@ from warmline_proxy.upstream.client import UpstreamError
 
 log = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.5  # between looks for quiet and for models that were loaded
+POLL_INTERVAL_S = 0.2  # between looks for quiet and for models that were loaded
 COMMANDS_MAX = 16  # that are remembered, or wait
 COMMAND_NAME = "command"
 TRIES_MAX = 3  # with one backend process, where that fails
