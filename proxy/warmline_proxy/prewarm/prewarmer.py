@@ -66,7 +66,9 @@ class PrewarmJob:
 
     @property
     def is_due(self) -> bool:
-        return self.is_loaded and self.boots != self.backend.watchdog.boots
+        """A command's is done once, a configured one with each backend process."""
+        is_over = bool(self.report.id) and self.report.state in (STORED, FAILED)
+        return self.is_loaded and self.boots != self.backend.watchdog.boots and not is_over
 
     def describe(self) -> PrewarmReport:
         """Report with the progress of the prompt under way, or what it waits for."""

@@ -61,7 +61,7 @@ def wait_for_entries(pair: Pair, is_done: Callable[[Sequence[Any]], bool]) -> li
     """Wait until the entries are as wanted; the entries."""
     limit = time.monotonic() + SETTLE_TIMEOUT_S
     while not is_done(entries := list_entries(pair)):
-        assert time.monotonic() < limit, entries
+        assert time.monotonic() < limit, "\n".join(map(str, entries))
         time.sleep(POLL_S)
     return entries
 
