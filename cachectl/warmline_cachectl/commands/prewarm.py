@@ -28,7 +28,7 @@ app = CommandApp("Change")
 )
 def prewarm(
     file: Annotated[
-        Path | None, typer.Argument(help="File with the JSON body of a request.", show_default=False)
+        Path | None, typer.Argument(metavar="FILE", help="File with the JSON body of a request.", show_default=False)
     ] = None,
     api: Annotated[
         str, typer.Option(help=f"API of the body: {', '.join(API_NAMES)}; default: as the body shows.")
