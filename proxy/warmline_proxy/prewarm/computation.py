@@ -22,7 +22,7 @@ from warmline_proxy.request.request import Request
 from warmline_proxy.request_log import RequestLog
 from warmline_proxy.retention.pin import PinLimitError, UnknownSessionError, pin_session
 from warmline_proxy.store.rows import PinRequest, PrefixMatch, SessionRow
-from warmline_proxy.upstream.client import UpstreamStatusError, translate_upstream_error
+from warmline_proxy.upstream.client import UpstreamError, UpstreamStatusError, translate_upstream_error
 
 ENDPOINT = "prewarm"  # in PERF lines and metrics
 CALLER = "prewarm"  # admission is fair between callers
@@ -128,6 +128,8 @@ class PromptComputer:
         with request_context(request_log.id):
             await self.pipeline.compute(request)
         await request.saved.wait()
+        if sink.error is not None and sink.error.status >= 500:  # of the backend, which may have ended meanwhile
+            raise UpstreamError(decode_error_body(sink.error).message)
         if sink.error is not None:
             raise sink.error
         return request

@@ -42,7 +42,7 @@ def pair(tmp_path: Path, tiny_folder: FolderOf) -> Iterator[Pair]:
     (home / "prewarm").mkdir(parents=True, mode=0o700)
     (home / "prewarm" / "day.json").write_text(json.dumps({"messages": DAY, "max_tokens": 50, "n": 2}))
     (home / "warmline.toml").write_text(TABLES)
-    with Pair(home, model, "--audit-quiet-s", "0", "--prefill-step-size", "256") as pair:
+    with Pair(home, model, "--audit-quiet-s", "0", "--prefill-step-size", "256", "--speculation", "off") as pair:
         yield pair
 
 
@@ -108,7 +108,7 @@ def test_first_turns_are_warm_also_after_an_upgrade(pair: Pair, tmp_path: Path) 
 
 def check_yield(pair: Pair, folder: Path) -> None:
     """A request ends the computation at once, which goes on from there, and is stored in the end."""
-    long: list[Message] = [{"role": "user", "content": "All the ships of the harbour. " * 150}]
+    long: list[Message] = [{"role": "user", "content": "All the ships of the harbour. " * 100}]
     (folder / "long.json").write_text(json.dumps({"messages": long}))
     sent = pair.cachectl("prewarm", str(folder / "long.json"), "--no-wait")
 
