@@ -108,7 +108,7 @@ def test_first_turns_are_warm_also_after_an_upgrade(pair: Pair, tmp_path: Path) 
 
 def check_yield(pair: Pair, folder: Path) -> None:
     """A request ends the computation at once, which goes on from there, and is stored in the end."""
-    long: list[Message] = [{"role": "user", "content": "All the ships of the harbour. " * 100}]
+    long: list[Message] = [{"role": "user", "content": "All the ships of the harbour. " * 150}]
     (folder / "long.json").write_text(json.dumps({"messages": long}))
     sent = pair.cachectl("prewarm", str(folder / "long.json"), "--no-wait")
 
