@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from warmline_cachectl.commands import archive, doctor, explain, inspect, keys, modify, top, verify
+from warmline_cachectl.commands import archive, doctor, explain, inspect, keys, modify, prewarm, top, verify
 from warmline_cachectl.errors import EXIT_INTERRUPTED, EXIT_REFUSED, fail, fail_on_os_error
 from warmline_cachectl.options import SharedOptionsGroup
 from warmline_common.process.exit_codes import run_with_output
@@ -47,7 +47,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for commands in (inspect, explain, top, verify, doctor, modify, archive):
+for commands in (inspect, explain, top, verify, doctor, modify, prewarm, archive):
     app.add_typer(commands.app)
 app.add_typer(keys.group)
 

@@ -33,6 +33,7 @@ from warmline_proxy.index.recovery.orphans import delete_leftovers
 from warmline_proxy.index.recovery.repair import repair as repair_index
 from warmline_proxy.index.recovery.startup import repair_damage
 from warmline_proxy.index.responses import ResponseLimits
+from warmline_proxy.prewarm.reports import PrewarmReply, PrewarmReport, PrewarmRequest
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.pin import PinLimitError, UnknownSessionError, pin_session
 from warmline_proxy.retention.purge import purge as purge_index
@@ -45,6 +46,7 @@ BACKEND_TIMEOUT_S = 30.0
 CHANGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
 REPAIR_TIMEOUT_S = 24 * 3600.0  # every byte that is stored is read
 REPLAY_TIMEOUT_S = 24 * 3600.0  # it waits for others, and computes long prompts from their first token
+PREWARM_TIMEOUT_S = 300.0  # it renders a prompt, and computes nothing
 OWNERS_TIMEOUT_S = 2.0  # a proxy that hangs delays no output for longer
 LOCK_WAIT_S = 0.5  # a process that only checks whether the lock is held holds it for a moment
 
@@ -177,6 +179,7 @@ def purge(home: Home, request: rows.PurgeRequest) -> rows.PurgeReply:
             raise OperationRefusedError(str(error)) from error
         if request.dry_run:
             return reply
+        disk.delete(home.prompt_heads)
         problem = _clear_backend_caches(home)
         delete_leftovers(index)
         if problem:
@@ -217,6 +220,25 @@ def replay(home: Home, request: rows.ReplayRequest) -> rows.ReplayReply:
     except ProxyNotRunningError as error:
         raise OperationRefusedError(
             "a replay computes: it needs the pair, which does not run on this home (start `warmline serve`)"
+        ) from error
+
+
+def list_prewarmed(home: Home) -> PrewarmReply:
+    """States of the prompts that the running proxy computes ahead."""
+    return _ask_prewarmer(home, None)
+
+
+def prewarm(home: Home, request: PrewarmRequest) -> PrewarmReport:
+    """Have the running proxy compute a prompt ahead; returns at once."""
+    return _ask_prewarmer(home, request).entries[0]
+
+
+def _ask_prewarmer(home: Home, request: PrewarmRequest | None) -> PrewarmReply:
+    try:
+        return request_proxy(home, "/warmline/prewarm", PrewarmReply, PREWARM_TIMEOUT_S, request)
+    except ProxyNotRunningError as error:
+        raise OperationRefusedError(
+            "prewarming computes: it needs the pair, which does not run on this home (start `warmline serve`)"
         ) from error
 
 

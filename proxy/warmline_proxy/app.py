@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from aiohttp import web
 
@@ -16,12 +16,14 @@ from warmline_proxy.admin.maintenance import MaintenanceRoutes
 from warmline_proxy.admin.metrics import MetricsRoutes
 from warmline_proxy.admin.models import ModelRoutes
 from warmline_proxy.admin.owners import OwnerResolver
+from warmline_proxy.admin.prewarm import PrewarmRoutes
 from warmline_proxy.admin.purge import PurgeEvents, PurgeRoutes
 from warmline_proxy.admin.request_status import RequestStateRoutes
 from warmline_proxy.admin.status import ServerInfo, StatusRoutes
 from warmline_proxy.api.openai import MODELS_PATH
 from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, RESPONSES_PATH
 from warmline_proxy.audit.audits import AuditServices, ModelAudits, build_audits
+from warmline_proxy.audit.quiet import QuietEngine
 from warmline_proxy.audit.replay import SessionReplayer
 from warmline_proxy.auth.authenticator import Authenticator
 from warmline_proxy.auth.principals import ClientKeys
@@ -52,6 +54,9 @@ from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.pipeline.save_health import SaveHealth
 from warmline_proxy.pipeline.saver import Saver
 from warmline_proxy.pipeline.starter import Starter
+from warmline_proxy.prewarm.computation import PromptComputer
+from warmline_proxy.prewarm.heads import HeadStore
+from warmline_proxy.prewarm.prewarmer import Prewarmer
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.routes import middlewares
 from warmline_proxy.routes.clients import REQUESTS_PATH, ClientRoutes
@@ -93,11 +98,14 @@ class Components:
         is_reusing, finishes_prefill = config.reuse != "off", config.on_disconnect == "finish-prefill"
         self.saver = Saver(index, self.models, metrics, self.save_health, turns, divergences, reuse=is_reusing)
         self.switcher = self._build_switcher(secret)
+        self._work_lock = asyncio.Lock()  # of work in quiet: audits, prewarming
         self.audits = self._build_audits()
         metrics.audits_waiting.set_function(self.audits.count_waiting)
         self.responses = ResponseStore(index, registry, self.body_reader)
-        on_completed = (self.responses.record_session, self.audits.consider_request)
+        on_completed = [self.responses.record_session, self.audits.consider_request]
         self.completion = Completion(registry, self.saver, on_completed, background, finishes_prefill)
+        self.prewarmer = self._build_prewarmer()
+        on_completed.append(self.prewarmer.consider_request)
         self.deadline_monitor = DeadlineMonitor(lambda: registry.unsettled, background, config.heartbeat_after_s)
 
     def _build_models(self, secret: str) -> ServedModels:
@@ -163,11 +171,26 @@ class Components:
             metrics=self.metrics,
             background=self.background,
             tenants=lambda: self.keys.known_tenants,
+            work_lock=self._work_lock,
         )
         audits = [build_audits(backend, services) for backend in self.models.backends]
         return ModelAudits(self.models, audits, self._list_tenants)
 
-    def build_pipeline(self) -> Pipeline:
+    def _build_prewarmer(self) -> Prewarmer:
+        def build_engine(backend: Backend) -> QuietEngine:
+            return QuietEngine(self.registry, backend.watchdog, work_lock=self._work_lock)
+
+        return Prewarmer(
+            config=self.config,
+            models=self.models,
+            keys=self.keys,
+            engines={backend: build_engine(backend) for backend in self.models.backends},
+            computer=PromptComputer(self.index, self.pipeline),
+            heads=HeadStore(self.config.home, self.background),
+        )
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
         config, heads, divergences = self.config, self.prompt_heads, self.divergence_recorder
         starter = Starter(config, self.index, self.metrics, heads, divergences)
         generator = Generator(config, self.saver, self.sampled_turns, heads, divergences, self.background)
@@ -183,7 +206,13 @@ class Components:
                 async with self.saver.pause():
                     yield
 
-        return PurgeEvents(pause, (self.sampled_turns.clear, self.prompt_heads.clear, self.audits.clear))
+        on_removed = (
+            self.sampled_turns.clear,
+            self.prompt_heads.clear,
+            self.audits.clear,
+            self.prewarmer.heads.clear,
+        )
+        return PurgeEvents(pause, on_removed)
 
     async def adopt_residents(self, backend: Backend) -> None:
         """Save the residents of an earlier proxy: they may be stored nowhere else."""
@@ -202,6 +231,7 @@ class Components:
     async def drain(self) -> None:
         """Refuse new requests, let running ones end or end them, and wait until all is saved."""
         self.models.close("The proxy is being stopped.")
+        await self.prewarmer.stop()
         await self.audits.stop()
         await self.completion.drain(self.config.drain_timeout_s)
 
@@ -241,7 +271,7 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
 def _build_client_table(parts: Components) -> RouteTable:
     """Routes of the client APIs."""
     models, registry, completion = parts.models, parts.registry, parts.completion
-    pipeline = parts.build_pipeline()
+    pipeline = parts.pipeline
     states = RequestStateRoutes(parts.index, models, registry)
     clients = ClientRoutes(parts.body_reader, pipeline, parts.renderer, models, registry, completion, states)
     responses = ResponseRoutes(pipeline, completion, parts.responses, clients.count_response_tokens)
@@ -293,6 +323,7 @@ def _build_admin_table(
     browse = BrowseRoutes(index, owner_resolver)
     states = RequestStateRoutes(index, models, parts.registry)
     model_routes = ModelRoutes(models, parts.switcher, parts.body_reader, parts.background)
+    prewarm = PrewarmRoutes(parts.prewarmer, parts.body_reader)
     table = {
         ("GET", "/warmline/status"): status.get_status,
         ("GET", "/warmline/models"): model_routes.get_models,
@@ -302,6 +333,8 @@ def _build_admin_table(
         ("POST", "/warmline/purge"): purge_routes.purge,
         ("POST", "/warmline/pin"): maintenance.pin,
         ("POST", "/warmline/gc"): maintenance.gc,
+        ("GET", "/warmline/prewarm"): prewarm.get_entries,
+        ("POST", "/warmline/prewarm"): prewarm.add_entry,
         ("POST", "/warmline/repair"): maintenance.repair,
         ("POST", "/warmline/replay"): maintenance.replay,
         ("POST", "/warmline/import"): maintenance.import_archive,
@@ -329,10 +362,12 @@ async def _run_background_tasks(parts: Components, purge_routes: PurgeRoutes) ->
         for backend in backends
     ]
     parts.audits.start()
+    parts.prewarmer.start()
     yield
     for task in adoption_tasks:
         task.cancel()
     purge_routes.close()
+    await parts.prewarmer.stop()
     await parts.audits.stop()
     await parts.background.drain(CLEANUP_TIMEOUT_S)
     for task in monitor_tasks:

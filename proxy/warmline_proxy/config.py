@@ -12,6 +12,7 @@ from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.flags import FlagParser, SettingError, check_setting
 from warmline_common.settings.models import ModelConfig, parse_models
 from warmline_common.settings.parsers import make_integer_parser, split_names
+from warmline_common.settings.prewarm import PrewarmEntry, check_prewarm_models, parse_prewarm
 from warmline_common.settings.table import SETTINGS, get_default
 from warmline_common.storage.home import Home
 
@@ -55,6 +56,7 @@ class ProxyConfig:
     admin_needs_key: bool = get_default("admin_needs_key")
     cors_origins: str = get_default("cors_origins")
     stabilize: str = get_default("stabilize")
+    prewarm: str = get_default("prewarm")
     # Deadlines; 0: none.  A request may shorten or lengthen its own by header.
     connect_timeout_s: float = get_default("connect_timeout_s")
     queue_timeout_s: float = get_default("queue_timeout_s")
@@ -81,6 +83,10 @@ class ProxyConfig:
             parse_models(self.models)
         except ValueError as error:
             raise ProxyConfigError(f"{SETTINGS['models'].flag}: {error}") from None
+        try:
+            check_prewarm_models(self.prewarm_entries, self.model_configs)
+        except ValueError as error:
+            raise ProxyConfigError(f"{SETTINGS['prewarm'].flag}: {error}") from None
         backend = urlsplit(self.backend_url)
         if backend.scheme != "http" or not backend.hostname:
             raise ProxyConfigError(f"--backend-url {self.backend_url}: expected an address such as {BACKEND_URL}")
@@ -89,6 +95,11 @@ class ProxyConfig:
     def model_configs(self) -> list[ModelConfig]:
         """Configured models, the default first; none: one model, whatever the backend serves."""
         return parse_models(self.models)
+
+    @property
+    def prewarm_entries(self) -> list[PrewarmEntry]:
+        """Configured prompts to compute ahead."""
+        return parse_prewarm(self.prewarm)
 
     @property
     def disk_budget_bytes(self) -> int:

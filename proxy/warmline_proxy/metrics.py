@@ -96,6 +96,10 @@ class ProxyMetrics:
         self.quarantined = counter("quarantined", "Files taken out of use, without those that build on them.", "reason")
         self.audits = counter("audits", "Warm requests that were computed again, cold.", "why", "outcome")
         self.audits_waiting = gauge("audits_waiting", "Warm requests that wait for a quiet moment to be audited.")
+        about = "Prompts computed ahead, or a part of one."
+        self._prewarms = counter("prewarms", about, "outcome", "source")
+        about = "Tokens of prompts computed ahead, by where their KV came from."
+        self._prewarm_tokens = counter("prewarm_tokens", about, "source")
         about = "From the start of a model's process to its use, where a request or the owner asked for it."
         self.model_load_seconds = histogram("model_load_seconds", about)
         self.persistent.set(1)
@@ -144,6 +148,13 @@ class ProxyMetrics:
         if record.ttft_s and record.expected_ttft_s and record.dispatches == 1:
             self._estimate.labels(source=source).observe(record.ttft_s / record.expected_ttft_s)
             self._observe_estimate_errors(record)
+
+    def record_prewarm(self, record: RequestRecord) -> None:
+        """Count a prompt that was computed ahead; the other metrics are those of clients' requests alone."""
+        self._prewarms.labels(outcome=record.outcome, source=record.source).inc()
+        self._prewarm_tokens.labels(source=COMPUTED).inc(record.prefilled_tokens)
+        if record.cached_tokens:
+            self._prewarm_tokens.labels(source=record.source).inc(record.cached_tokens)
 
     def _observe_estimate_errors(self, record: RequestRecord) -> None:
         actual = [("all", record.ttft_s), *record.ttft_parts.list_named()]

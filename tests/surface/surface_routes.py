@@ -25,7 +25,10 @@ PROXY_PATHS = (
     ),
     "/warmline/requests/none",
     *(f"/warmline/models/any/{name}" for name in ("load", "unload", "pin")),
-    *(f"/warmline/{name}" for name in ("texts", "purge", "pin", "gc", "repair", "replay", "import", "models")),
+    *(
+        f"/warmline/{name}"
+        for name in ("texts", "purge", "pin", "gc", "repair", "replay", "import", "models", "prewarm")
+    ),
     *(CHAT, f"{CHAT}/", f"{CHAT}?query=1", f"{CHAT}/more", COMPLETIONS, f"{COMPLETIONS}/"),
     *(MESSAGES, f"{MESSAGES}/", f"{MESSAGES}?beta=true", f"{MESSAGES}/count_tokens", f"{MESSAGES}/count_tokens/"),
     *(f"{MESSAGES}/batches", RESPONSES, f"{RESPONSES}/", f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"),

@@ -315,15 +315,15 @@ async def _read_body(request: web.Request, kind: type[T]) -> T:
 
 
 def _parse_options(headers: Any) -> GenerationOptions:
-    background = headers.get(messages.HEADER_BACKGROUND) == "1"
+    background = headers.get(messages.HEADER_BACKGROUND, "")
     return GenerationOptions(
         resident_id=headers.get(messages.HEADER_RESIDENT, ""),
         leader_id=headers.get(messages.HEADER_FOLLOW, ""),
         reuse_tokens=_parse_token_count(headers, messages.HEADER_REUSE),
         copy_resident=headers.get(messages.HEADER_KEEP) == "1",
         # A resident is found by its request's id.
-        leaves_resident=messages.HEADER_REQUEST in headers and not background,
-        background=background,
+        leaves_resident=messages.HEADER_REQUEST in headers and background != messages.BACKGROUND_DROP,
+        background=background in (messages.BACKGROUND_DROP, messages.BACKGROUND_KEEP),
         root=_parse_root(headers),
         checkpoints=_parse_checkpoints(headers),
     )

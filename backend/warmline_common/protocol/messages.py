@@ -23,7 +23,8 @@ HEADER_KEEP = "X-Warmline-Keep"  # "1": the resident is copied and stays; withou
 HEADER_FOLLOW = "X-Warmline-Follow"  # request id of a generation that is computing the prompt's first `reuse` tokens
 HEADER_CHECKPOINTS = "X-Warmline-Checkpoints"  # "120,800": positions at which recurrent state is to be kept
 HEADER_ROOT = "X-Warmline-Root"  # namespace(fingerprint, tenant) in hex: owner of the prompt and of its KV
-HEADER_BACKGROUND = "X-Warmline-Background"  # "1": computed only while the engine is idle otherwise; no KV is kept
+HEADER_BACKGROUND = "X-Warmline-Background"  # computed only while the engine is idle otherwise: one of these two
+BACKGROUND_DROP, BACKGROUND_KEEP = "1", "keep"  # no KV is kept; it is kept, also after a cancel
 # Response headers, from the proxy to its client.
 HEADER_CACHE = "X-Warmline-Cache"  # "resident 812", "restored 812", "shared 812" or "cold 0"
 HEADER_STABILIZED = "X-Warmline-Stabilized"  # "times=2, ids=1": replacements at the top of the prompt

@@ -190,16 +190,22 @@ def parse_json_object(raw: object) -> str:
     raise ValueError(f"expected a JSON object such as {TEMPLATE_ARGS_EXAMPLE}")
 
 
-def parse_model_list(raw: object) -> str:
-    """JSON text of a list of objects, from JSON text or a TOML array of tables; `settings.models` checks them."""
-    try:
-        given = json.loads(raw or "[]", parse_constant=_refuse_constant) if isinstance(raw, str) else raw
-        if isinstance(given, list) and all(isinstance(each, dict) for each in given):
-            return json.dumps(given, allow_nan=False, ensure_ascii=False)
-    except (ValueError, TypeError, RecursionError):
-        expected = "expected tables [[models]], or a JSON list of objects (paths alone: --model, several times)"
-        raise ValueError(expected) from None
-    raise ValueError("expected tables [[models]], or a JSON list of objects")
+def make_table_list_parser(name: str, hint: str = "") -> Callable[[object], str]:
+    """Parser to the JSON text of a list of objects, from JSON text or a TOML array of the tables `[[name]]`.
+
+    Their keys are checked elsewhere: `settings.models`, `settings.prewarm`.  `hint` ends the message about bad JSON.
+    """
+
+    def parse(raw: object) -> str:
+        try:
+            given = json.loads(raw or "[]", parse_constant=_refuse_constant) if isinstance(raw, str) else raw
+            if isinstance(given, list) and all(isinstance(each, dict) for each in given):
+                return json.dumps(given, allow_nan=False, ensure_ascii=False)
+        except (ValueError, TypeError, RecursionError):
+            raise ValueError(f"expected tables [[{name}]], or a JSON list of objects{hint}") from None
+        raise ValueError(f"expected tables [[{name}]], or a JSON list of objects")
+
+    return parse
 
 
 def _refuse_constant(constant: str) -> object:
@@ -209,6 +215,8 @@ def _refuse_constant(constant: str) -> object:
 parse_share = _make_number_parser(float, "expected a share, from 0 to 1", lambda number: 0 <= number <= 1)
 parse_temperature = _make_number_parser(float, "expected a number, 0 or more", lambda number: 0 <= number < math.inf)
 parse_port = make_integer_parser(1, 65535)
+parse_model_list = make_table_list_parser("models", " (paths alone: --model, several times)")
+parse_prewarm_list = make_table_list_parser("prewarm")
 parse_gigabytes = make_amount_parser("gigabytes", 0, 1e6)
 parse_seconds = make_amount_parser("seconds", 0, 1e9)
 parse_positive_seconds = make_amount_parser("seconds", 0.001, 1e9)  # where none would be no limit, but no service

@@ -12,6 +12,7 @@ from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.hints import format_command
 from warmline_common.settings.models import ModelConfig, format_models, move_first, parse_models
 from warmline_common.settings.parsers import Value
+from warmline_common.settings.prewarm import check_prewarm_models, parse_prewarm
 from warmline_common.settings.quantization import find_quantization_problem
 from warmline_common.settings.table import DEMO_MODEL, SETTINGS, Setting, get_default
 from warmline_common.storage import disk
@@ -188,6 +189,8 @@ def _read_file(file: Path) -> Mapping[str, object]:
             raise ConfigurationError(f"{file}: unknown tables [[model]]; did you mean [[models]]?")
         if key == "models" and isinstance(value, dict):
             raise ConfigurationError(f"{file}: [models] is one table; write [[models]], before each model's lines")
+        if key == "prewarm" and isinstance(value, dict):
+            raise ConfigurationError(f"{file}: [prewarm] is one table; write [[prewarm]], before each entry's lines")
         if key not in SETTINGS or not SETTINGS[key].in_toml:
             raise ConfigurationError(f"{file}: {_describe_unknown_key(key, value)}")
     return table
@@ -198,11 +201,12 @@ def _describe_unknown_key(key: str, value: object) -> str:
         setting = SETTINGS[key]
         return f"{key!r} can't be set in this file; use {setting.flag} or {setting.variable}"
     if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, dict) for each in value)):
-        if isinstance(value, list) and difflib.get_close_matches(key, ["models"], n=1):
-            return f"unknown tables [[{key}]]; did you mean [[models]]?"
+        near = difflib.get_close_matches(key, ["models", "prewarm"], n=1) if isinstance(value, list) else []
+        if near:
+            return f"unknown tables [[{key}]]; did you mean [[{near[0]}]]?"
         return (
             f"unknown table {key!r}: settings stand at the top of this file, in no table, as in port = 8026; only "
-            "models have tables, [[models]]"
+            "models and prompts to prewarm have tables, [[models]] and [[prewarm]]"
         )
     known_keys = [name for name, setting in SETTINGS.items() if setting.in_toml]
     near = difflib.get_close_matches(key.replace("-", "_"), known_keys, n=1, cutoff=0.5)
@@ -226,6 +230,11 @@ def _check_config(config: ResolvedConfig) -> None:
     if config["port"] == config["backend_port"]:
         raise ConfigurationError(f"port and backend_port are both {config['port']}; they must differ")
     _check_quantization(config)
+    try:
+        check_prewarm_models(parse_prewarm(str(config["prewarm"])), parse_models(str(config["models"])))
+    except ValueError as error:
+        source = config.effective_settings["prewarm"].source
+        raise ConfigurationError(f"prewarm (from {source}): {error}") from None
 
 
 def _check_quantization(config: ResolvedConfig) -> None:

@@ -187,6 +187,9 @@ _ROWS = (
             "when a client leaves: `stop`, or `finish-prefill` while no other request needs the engine"),
     Setting("partial_save_tokens", 8192, parsers.make_integer_parser(0, 10000000), "TOKENS", PROXY,
             "a running prefill is saved every so many tokens; 0: only at its end"),
+    Setting("prewarm", "[]", parsers.parse_prewarm_list, "JSON", PROXY,
+            "prompts that are computed while the engine is idle, in the file as tables `[[prewarm]]`, else a JSON list "
+            "of such objects (prewarm.md)"),
     Setting("stabilize", "", parsers.parse_rules, "RULES", PROXY,
             "replace volatile text at the start of prompts: some of `times`, `dates`, `ids`, "
             "`billing`, `tool-order`"),

@@ -46,6 +46,8 @@ class Home:
     models = _PathBelow("models")
     logs = _PathBelow("logs")
     run = _PathBelow("run")
+    prewarm = _PathBelow("prewarm")  # made once something is kept there
+    prompt_heads = _PathBelow("prewarm/heads.json")  # last seen heads of configured clients' prompts
     reserve = _PathBelow("spare")  # a file of zeros: reserved space for a full disk
     lock = _PathBelow("home.lock")
     keys = _PathBelow("keys.json")  # clients' keys and the admin key

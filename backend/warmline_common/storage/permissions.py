@@ -75,7 +75,7 @@ def _iter_home_paths(home: Home) -> Iterator[Path]:
 
 
 def _home_folders(home: Home) -> tuple[Path, ...]:
-    return home.index, home.segments, home.models, home.logs, home.run
+    return home.index, home.segments, home.models, home.logs, home.run, home.prewarm
 
 
 def _home_files(home: Home) -> tuple[Path, ...]:

@@ -34,11 +34,11 @@ def show_progress(label: str, bytes_total: int, quiet: bool) -> Iterator[Callabl
 
 
 @contextmanager
-def show_spinner(label: str, quiet: bool) -> Iterator[None]:
-    """Spinner on stderr, where that is a terminal, while another process works."""
+def show_spinner(label: str, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Spinner on stderr, where that is a terminal, while another process works; yields a function for a new label."""
     with _make_progress(quiet, SpinnerColumn(), TextColumn("{task.description}")) as progress:
-        progress.add_task(label, total=None)
-        yield
+        task = progress.add_task(label, total=None)
+        yield lambda text: progress.update(task, description=printable(text))
 
 
 def _make_progress(quiet: bool, *columns: Any) -> Progress:

@@ -20,7 +20,7 @@ from warmline_proxy.models.directory import ServedModels
 from warmline_proxy.models.switcher import ModelSwitcher
 from warmline_proxy.pipeline.save_health import SaveHealth
 from warmline_proxy.request.registry import RequestRegistry
-from warmline_proxy.request.request import Request
+from warmline_proxy.request.request import Request, RequestStatus
 from warmline_proxy.store.rows import Totals
 from warmline_proxy.upstream.client import UpstreamError
 
@@ -37,7 +37,7 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     client_model: str
     client_session: str  # the client's name of the conversation
     title: str = ""  # of the conversation
-    phase: str  # "loading": it waits for its model; else a RequestStatus
+    phase: str  # "loading": it waits for its model; "prewarming": it is computed ahead; else a RequestStatus
     source: str  # as in RequestRecord; "" until planned
     age_s: float
     queue_s: float
@@ -184,13 +184,20 @@ async def _ask(backend: Backend) -> _BackendReport:
         return _BackendReport(failure=f"the backend has not answered for {BACKEND_TIMEOUT_S:g} s")
 
 
+def _describe_phase(request: Request) -> str:
+    if request.model_wait:
+        return "loading"
+    is_computed = request.status in (RequestStatus.WAITING, RequestStatus.RESTORING, RequestStatus.PREFILLING)
+    return "prewarming" if request.is_background and is_computed else request.status
+
+
 def build_live_request(request: Request) -> LiveRequest:
     request_log = request.log
     return LiveRequest(
         **{name: getattr(request_log, name) for name in LOG_FIELDS},
         client_session=request_log.session_hint,
         title=request.title,
-        phase="loading" if request.model_wait else request.status,
+        phase=_describe_phase(request),
         source=request_log.plan.source if request_log.plan else "",
         expected_ttft_s=request_log.plan.expected_ttft_s if request_log.plan else 0.0,
         age_s=request_log.elapsed_s(),

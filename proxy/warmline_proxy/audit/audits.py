@@ -1,5 +1,6 @@
 """Audits of one model: its probe, quarantine and auditor, and the choice among those of several models."""
 
+import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class AuditServices:
     metrics: ProxyMetrics
     background: BackgroundTasks
     tenants: Callable[[], Iterable[str]]
+    work_lock: asyncio.Lock
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ def build_audits(backend: Backend, services: AuditServices) -> BackendAudits:
     index, metrics, registry = services.index, services.metrics, services.registry
     upstream, state = backend.upstream, backend.state
     probe = FirstTokenProbe(upstream, index, state.resident_view, services.tenants)
-    engine = QuietEngine(registry, backend.watchdog)
+    engine = QuietEngine(registry, backend.watchdog, work_lock=services.work_lock)
     bisector, background = Bisector(index, probe, engine), services.background
     quarantine = Quarantine(index, upstream, state, registry, services.saver, bisector, metrics, background)
     auditor = Auditor(

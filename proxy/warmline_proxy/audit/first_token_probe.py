@@ -94,7 +94,7 @@ class FirstTokenProbe:
             message = "the backend serves another model, or serves it otherwise; or the client's key is gone"
             raise ModelChangedError(message)
         stream = await self.upstream.generate(
-            "completion", request_id, prompt.prompt_id, plan, root=root, background=True
+            "completion", request_id, prompt.prompt_id, plan, root=root, background=messages.BACKGROUND_DROP
         )
         result = await _read_result(stream)
         return result.first if result and result.finish in ANSWER_FINISHES else None

@@ -1,4 +1,5 @@
-"""Quiet: times without requests, in which audits may compute, and the pauses between turns that say how long it takes.
+"""Quiet: times without requests, in which audits and prewarming may compute, and the pauses between turns, which say
+how long it takes until an audit may.
 
 Event loop thread.
 """
@@ -61,11 +62,12 @@ class QuietEngine:
     watchdog: Watchdog
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    work_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of all engines: one work at a time
 
     @property
     def quiet_s(self) -> float | None:
         """Time since the last request was answered and saved; None while one is on its way, or the backend is down."""
-        is_busy = len(self.registry) or not self.watchdog.is_up
+        is_busy = self.registry.has_foreground or not self.watchdog.is_up
         return None if is_busy else self.clock() - self.registry.emptied_at
 
     async def wait_for_quiet(self, required_s: Callable[[], float]) -> None:
@@ -77,10 +79,15 @@ class QuietEngine:
     async def run(self, work: Coroutine[Any, Any, T], required_s: Callable[[], float]) -> T | None:
         """Run `work` once it has been quiet for as long as is required; None where a request's arrival has ended it."""
         try:
-            await self.wait_for_quiet(required_s)
-        except BaseException:
-            work.close()
-            raise
+            while True:
+                await self.wait_for_quiet(required_s)
+                async with self.work_lock:
+                    if (so_far := self.quiet_s) is not None and so_far >= required_s():
+                        return await self._run_until_arrival(work)
+        finally:
+            work.close()  # does nothing once it has run
+
+    async def _run_until_arrival(self, work: Coroutine[Any, Any, T]) -> T | None:
         running, arrival = asyncio.create_task(work), asyncio.create_task(self.registry.wait_for_arrival())
         try:
             await asyncio.wait({running, arrival}, return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from warmline_common.settings.hints import format_command
 from warmline_proxy.auth import key_store
-from warmline_proxy.auth.key_store import ADMIN_KIND, CLIENT_KIND, KeyEntry, KeyStoreError, derive_tenant
+from warmline_proxy.auth.key_store import (
+    ADMIN_KIND,
+    CLIENT_KIND,
+    KeyEntry,
+    KeyNotFoundError,
+    KeyStoreError,
+    derive_tenant,
+)
 from warmline_proxy.auth.owners import KeyTenants
 from warmline_proxy.config import ProxyConfig, ProxyConfigError
 from warmline_proxy.errors import ClientError, encode_error_body
@@ -126,6 +133,19 @@ class ClientKeys:
         self._reload_if_changed()
         tenants = {client.name: client.key_tenant for _, client in self._clients}
         return KeyTenants(tenants=tenants, is_shared=self._is_shared)
+
+    def find_client(self, name: str) -> Client:
+        """Client of a key's name, "" for requests without a key.  Raises KeyNotFoundError where that is no client."""
+        self._reload_if_changed()
+        if not name and (self._is_shared or not self._clients):
+            return ANONYMOUS
+        if found := next((client for _, client in self._clients if client.name == name), None):
+            return found
+        names = [client.name for _, client in self._clients]
+        if not name:
+            raise KeyNotFoundError(f"each key has a cache of its own: name one of {key_store.format_names(names)}")
+        known = key_store.suggest_key(name, names) if names else "there is none"
+        raise KeyNotFoundError(f"there is no client key {name!r}; {known}")
 
     def authenticate(self, headers: Mapping[str, str]) -> Client:
         """Client of the presented key.  Raises ClientError 401 for a wrong or missing key, if keys are required."""

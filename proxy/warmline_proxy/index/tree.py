@@ -8,7 +8,14 @@ import xxhash
 
 from warmline_common.protocol.tokens import TOKEN_BYTES
 from warmline_proxy.index.lookup import LookupPath
-from warmline_proxy.store.rows import CheckpointRow, QuarantineRow, SegmentRow, SessionRow, SessionUpdate
+from warmline_proxy.store.rows import (
+    PREWARM_CLIENT,
+    CheckpointRow,
+    QuarantineRow,
+    SegmentRow,
+    SessionRow,
+    SessionUpdate,
+)
 from warmline_proxy.store.tables import Tables, encode_parent_key
 
 
@@ -188,11 +195,17 @@ def _find_session(tables: Tables, path: LookupPath, tokens: bytes, client: str) 
     fitting = [
         row
         for row in anchored.values()
-        if not (row.client and client and row.client != client)
+        if _is_same_client(row.client, client)
         and row.turn_end * TOKEN_BYTES <= len(tokens)
         and digest_prefix(tokens, row.turn_end) == row.turn_digest
     ]
     return max(fitting, key=lambda row: (row.turn_end, row.client == client, row.last_used), default=None)
+
+
+def _is_same_client(one: str, other: str) -> bool:
+    """False where two names differ.  An unnamed conversation may be any client's, but none that was prewarmed."""
+    is_prewarmed = any(name.startswith(PREWARM_CLIENT) for name in (one, other))
+    return one == other or not (is_prewarmed or (one and other))
 
 
 def digest_prefix(tokens: bytes, count: int) -> bytes:

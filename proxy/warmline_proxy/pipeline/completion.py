@@ -28,7 +28,7 @@ class Completion:
 
     registry: RequestRegistry
     saver: Saver
-    on_completed: Sequence[Callable[[Request], None]]  # for each admitted request, once it is saved and recorded
+    on_completed: Sequence[Callable[[Request], None]]  # for a client's admitted request, once it is saved and recorded
     background: BackgroundTasks
     finish_prefill: bool
 
@@ -78,7 +78,7 @@ class Completion:
             self.registry.mark_settling(request)
             if request.is_admitted:  # refused requests are not recorded: a flood of them would evict all other records
                 await self.saver.save_request(request)
-                for on_completed in self.on_completed:
+                for on_completed in self.on_completed if not request.is_background else ():
                     on_completed(request)
         finally:
             request.saved.set()
@@ -119,7 +119,13 @@ class Completion:
     def _can_finish_prefill(self, request: Request) -> bool:
         """True if the client left by itself during prefill, and that is to be finished."""
         has_left = request.log.outcome == CANCELLED and request.cancel_scope.reason is None
-        return self.finish_prefill and has_left and request.generation is not None and not request.log.ttft_s
+        return (
+            self.finish_prefill
+            and not request.is_background
+            and has_left
+            and request.generation is not None
+            and not request.log.ttft_s
+        )
 
     async def _finish_prefill_detached(self, request: Request) -> bool:
         """Let an idle engine complete the prefill, for the client's next try; False where the backend refuses."""

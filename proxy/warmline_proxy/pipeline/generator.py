@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass, field
 
-from warmline_common.protocol.messages import GenerationResult
+from warmline_common.protocol.messages import BACKGROUND_KEEP, GenerationResult
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.explain.divergence import DivergenceRecorder
 from warmline_proxy.explain.prompt_head import PromptHeadCache, extract_head
@@ -57,9 +57,9 @@ class Generator:
         request.clock.mark_waiting()
         request.log.mark_dispatched()
         try:
-            return await request.backend.upstream.generate(
-                request.call.api.endpoint, request.log.id, request.rendered.prompt_id, plan, root=request.root
-            )
+            background = BACKGROUND_KEEP if request.is_background else ""
+            names = request.call.api.endpoint, request.log.id, request.rendered.prompt_id
+            return await request.backend.upstream.generate(*names, plan, root=request.root, background=background)
         except UpstreamGoneError as error:
             log.info("request %s is planned again: %s", request.log.id, error)
             return None

@@ -98,6 +98,14 @@ class Pipeline:
         assert response.http_response is not None
         return response.http_response
 
+    async def compute(self, request: Request) -> None:
+        """Compute, save and record a request in the background, without a client.
+
+        It is in the registry, with its call, its backend and a ticket.  A failure goes to its sink.
+        """
+        async with self._request_scope(request):
+            await upstream.retry_dispatch(self._dispatch, request)
+
     async def _dispatch(self, request: Request) -> None:
         """Dispatch once.  Raises BACKEND_LOST_ERRORS or StepFailedError, no content sent, where the backend is lost."""
         try:
@@ -188,7 +196,7 @@ class Pipeline:
             self.steps.completion.complete(request)
 
     def _record_cancel(self, request: Request, source: str) -> None:
-        if not request.branches:  # else each branch records its own
+        if not (request.branches or request.is_background):  # else each branch records its own
             self.metrics.record_cancel(request.status, source)
 
     def _create_request(self, http_request: web.Request, api: Api, client: Client) -> tuple[Request, ResponseWriter]:
@@ -214,6 +222,7 @@ class Pipeline:
 
     async def _admit(self, http_request: web.Request, request: Request) -> bytes:
         """Body of the request.  The queue is asked first: a request that it refuses costs no memory."""
+        request.user_agent = http_request.headers.get("User-Agent", "")
         request.caller = identify_caller(request.client, http_request.headers, http_request.remote)
         self.steps.models.check_room(request.caller)
         request.is_admitted = True
@@ -274,6 +283,7 @@ class Pipeline:
         branch_request = Request(branch_log, branch, request.timeouts, client=request.client, caller=request.caller)
         branch_request.call, branch_request.assigned_backend = branch.call, request.backend
         branch_request.names_model, branch_request.has_title = request.names_model, request.has_title
+        branch_request.user_agent = request.user_agent
         branch_request.is_admitted, request.is_admitted = True, False
         self.registry.add(branch_request)
         set_request_id(branch_log.id)

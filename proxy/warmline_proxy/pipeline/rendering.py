@@ -52,7 +52,7 @@ class RemoteRenderer:
     async def render_call(self, request: Request, call: ApiCall) -> PromptReply:
         """Render a call of this request, which may be one of several.  Raises UpstreamError."""
         timeout_s = request.timeouts.stall_s or None
-        return await self._render(request.backend, call, request.client.tenant, request.log.id, timeout_s)
+        return await self.render(request.backend, call, request.client.tenant, request.log.id, timeout_s)
 
     async def count_tokens(self, backend: Backend, call: ApiCall, tenant: str) -> int:
         """Length of the prompt in tokens, also where it is too long to be answered.
@@ -61,17 +61,17 @@ class RemoteRenderer:
         """
         call, _ = self.stabilize(call)
         try:
-            return len((await self._render(backend, call, tenant, new_request_id())).tokens) // TOKEN_BYTES
+            return len((await self.render(backend, call, tenant, new_request_id())).tokens) // TOKEN_BYTES
         except UpstreamStatusError as error:
             overflow = parse_context_overflow(translate_upstream_error(error))
             if overflow is None or not overflow.is_exact:
                 raise
             return overflow.prompt_tokens
 
-    async def _render(
+    async def render(
         self, backend: Backend, call: ApiCall, tenant: str, request_id: str, timeout_s: float | None = None
     ) -> PromptReply:
-        """Render with the tenant's sampled turns.  Raises UpstreamStatusError for an invalid body."""
+        """Render for no request, with the tenant's sampled turns.  Raises UpstreamStatusError for an invalid body."""
         status = await backend.state.status()
         body = {**call.fields, "model": status.model}
         root = namespace(status.fingerprint, tenant)

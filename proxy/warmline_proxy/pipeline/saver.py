@@ -323,12 +323,16 @@ class Saver:
         if result := request.log.generation_result:
             estimator = request.backend.state.estimator
             estimator.record_chunks(result.timings.chunks)
-            estimator.record_request(request.log.build_record())
+            if not request.is_background:  # which has waited for none, and for all
+                estimator.record_request(request.log.build_record())
 
     def _record_request(self, request: Request) -> None:
         record = request.log.build_record()
         hint = request.log.session_hint
         log.info(format_perf_line(record, hint), extra={"fields": partial(build_perf_fields, record, hint)})
+        if request.is_background:  # among the records it would look like a client's request that was not warm
+            self.metrics.record_prewarm(record)
+            return
         self.metrics.record_request(record, request.log.status)
         try:
             self.index.record_request(record)

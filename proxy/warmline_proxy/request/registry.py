@@ -42,7 +42,7 @@ class RequestRegistry:
         self._named: defaultdict[str, dict[str, Request]] = defaultdict(dict)  # by the name that the client gave
         self._starts: dict[Request, asyncio.Event] = {}  # in order, with the event of their end
         self._answer_tokens = ANSWER_TOKENS_ASSUMED  # a moving mean
-        self.emptied_at = time.monotonic()  # when the last request left
+        self.emptied_at = time.monotonic()  # when the last one left that is none in the background
         self._arrival = asyncio.Event()  # replaced at each
 
     def __iter__(self) -> Iterator[Request]:
@@ -70,8 +70,9 @@ class RequestRegistry:
         self._requests[request.log.id] = self._unsettled[request.log.id] = request
         if request.log.client_request_id:
             self._named[request.log.client_request_id][request.log.id] = request
-        self._arrival.set()
-        self._arrival = asyncio.Event()
+        if not request.is_background:
+            self._arrival.set()
+            self._arrival = asyncio.Event()
         return request
 
     def _list_others(self, request: Request) -> list[Request]:
@@ -79,8 +80,13 @@ class RequestRegistry:
         return [each for each in self._unsettled.values() if each is not request and each.shares_backend(request)]
 
     async def wait_for_arrival(self) -> None:
-        """Return at the next request's arrival."""
+        """Return at the next request's arrival; one in the background does not count."""
         await self._arrival.wait()
+
+    @property
+    def has_foreground(self) -> bool:
+        """True while a request is on its way that is none in the background."""
+        return any(not request.is_background for request in self._requests.values())
 
     def mark_settling(self, request: Request) -> None:
         """Record that client and engine are done with a request, which now waits for its save."""
@@ -91,7 +97,7 @@ class RequestRegistry:
         self._unsettled.pop(request.log.id, None)
         _discard_entry(self._settling, _get_prompt_head(request), request)
         _discard_entry(self._named, request.log.client_request_id, request)
-        if self._requests.pop(request.log.id, None) and not self._requests:
+        if self._requests.pop(request.log.id, None) and not (request.is_background or self.has_foreground):
             self.emptied_at = time.monotonic()
         if (result := request.log.generation_result) and result.finish in ("stop", "length"):
             self._answer_tokens += SMOOTHING * (result.timings.decoded - self._answer_tokens)

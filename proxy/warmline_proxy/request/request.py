@@ -50,6 +50,8 @@ class Request:
     cancel_scope: CancelScope = field(default_factory=CancelScope)
     client: Client = ANONYMOUS
     caller: str = ""  # admission is fair between callers
+    user_agent: str = ""  # the client's header; unauthenticated
+    is_background: bool = False  # nobody waits for it: it ends when another request arrives, and is not recorded
     is_admitted: bool = False  # the queue had room: it is recorded, unless its choices are
     ticket: Ticket | None = None  # a request of several choices has handed it to its first branch
     branches: list["Request"] = field(default_factory=list)  # one a choice, where several were asked for

@@ -53,6 +53,9 @@ class FileUsage(msgspec.Struct, kw_only=True):
     last_used: float = 0.0
 
 
+PREWARM_CLIENT = "prewarm:"  # `SessionRow.client` of prompts computed ahead begins so
+
+
 class SessionRow(msgspec.Struct, kw_only=True):
     """A conversation: the path from the root to `leaf`.
 

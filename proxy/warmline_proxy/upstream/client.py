@@ -251,13 +251,13 @@ class Upstream:
             return b"{}"
 
     async def generate(
-        self, endpoint: str, request_id: str, prompt_id: str, plan: RequestPlan, root: bytes, background: bool = False
+        self, endpoint: str, request_id: str, prompt_id: str, plan: RequestPlan, root: bytes, background: str = ""
     ) -> ByteStream:
         """Start a generation of a rendered prompt: always a stream with usage; the backend has the body already.
 
-        `root`: namespace of the rows that it may start from and leaves.  In the `background` it is computed while no
-        other request wants the engine, and none of its KV is kept.  Raises UpstreamGoneError where the plan's
-        resident, its leader or the prompt is no longer there.
+        `root`: namespace of the rows that it may start from and leaves.  With `background` it is computed while no
+        other request wants the engine, and none of its KV is kept (BACKGROUND_DROP), or all (BACKGROUND_KEEP).  Raises
+        UpstreamGoneError where the plan's resident, its leader or the prompt is no longer there.
         """
         is_resident = not plan.leader_id and plan.reuse > 0
         headers = {
@@ -269,7 +269,7 @@ class Upstream:
             messages.HEADER_KEEP: "1" if is_resident and plan.copy_resident else "",
             messages.HEADER_REUSE: str(plan.reuse) if plan.leader_id or plan.reuse else "",
             messages.HEADER_CHECKPOINTS: ",".join(map(str, plan.checkpoint_positions)),
-            messages.HEADER_BACKGROUND: "1" if background else "",
+            messages.HEADER_BACKGROUND: background,
         }
         given = {name: value for name, value in headers.items() if value}
         try:

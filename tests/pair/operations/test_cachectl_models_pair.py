@@ -90,3 +90,18 @@ def test_conversation_of_an_unloaded_model_is_moved(pair: ModelsPair, tmp_path: 
     reply = pair.chat([{"role": "user", "content": "Hello, large. " * 20}], model="large", max_tokens=1)
     assert reply.cached == reply.prompt_tokens - 1
     pair.settle()
+
+
+def test_prewarm_loads_no_model(pair: ModelsPair, tmp_path: Path) -> None:
+    file = tmp_path / "day.json"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "What is to be done today? " * 20}]}))
+    pair.set_loaded("large", False)
+    pair.set_loaded("small", True)
+    waiting = pair.cachectl("prewarm", str(file), "--model", "gpt-4", "--no-wait")
+    assert (waiting["state"], waiting["detail"]) == (
+        "waiting",
+        "its model is not loaded: `warmline models load large`",
+    )
+    assert pair.cachectl("prewarm", str(file), "--model", "small")["state"] == "stored"
+    assert "large: unloaded, small: loaded" in run_cachectl(pair, "top", "--once")
+    pair.cachectl("prewarm", str(file), "--model", "other", code=3)

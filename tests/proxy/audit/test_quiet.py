@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,9 @@ class FakeRegistry:
         self.count, self.emptied_at, self._time = 0, fake_time.now, fake_time
         self.arrival = asyncio.Event()
 
-    def __len__(self) -> int:
-        return self.count
+    @property
+    def has_foreground(self) -> bool:
+        return self.count > 0
 
     async def wait_for_arrival(self) -> None:
         await self.arrival.wait()
@@ -178,6 +180,28 @@ async def test_engine_is_not_quiet_while_backend_is_down_or_request_is_on_its_wa
     assert engine.quiet_s == 0.0
     engine.watchdog.is_up = False  # type: ignore[misc]
     assert engine.quiet_s is None
+
+
+@on_loop
+async def test_works_of_several_kinds_run_one_after_the_other_and_only_in_quiet() -> None:
+    fake_time = FakeTime()
+    registry: Any = FakeRegistry(fake_time)
+    one = make_quiet_engine(fake_time, registry)
+    other = replace(one)
+    running: list[str] = []
+
+    async def work(name: str) -> str:
+        running.append(name)
+        assert len(running) == 1, "the other has ended"
+        await fake_time.sleep(5.0)
+        registry.add()  # ends this work, and keeps the other waiting
+        fake_time.events.append((fake_time.now + 3.0, registry.discard))
+        await asyncio.sleep(0)
+        running.remove(name)
+        return name
+
+    both = await asyncio.gather(*(each.run(work(name), lambda: 1.0) for each, name in ((one, "one"), (other, "other"))))
+    assert fake_time.now - 1000.0 >= 2 * (1.0 + 5.0) + 3.0 and set(both) <= {"one", "other", None}
 
 
 @on_loop

@@ -156,7 +156,7 @@ def test_model_may_turn_off_quantization_of_all(tmp_path: Path) -> None:
         ("models = 3", {}, {}, r"expected tables \[\[models\]\], or a JSON list of objects, not 3"),
         ("[[model]]\npath = 'x'", {}, {}, r"unknown tables \[\[model\]\]; did you mean \[\[models\]\]\?"),
         ("[[modles]]\npath = 'x'", {}, {}, r"unknown tables \[\[modles\]\]; did you mean \[\[models\]\]\?"),
-        ("[server]", {}, {}, r"in no table, as in port = 8026; only models have tables, \[\[models\]\]"),
+        ("[server]", {}, {}, r"in no table, as in port = 8026; only models and prompts to prewarm have tables"),
     ],
 )  # fmt: skip
 def test_bad_models_are_refused_in_one_line(
