@@ -9,9 +9,10 @@ from typing import Any
 
 from warmline_common.storage import disk
 from warmline_proxy.api.base import Api, ApiCall, Fields
+from warmline_proxy.api.chat_messages import decode_as, decode_elements
 from warmline_proxy.api.registry import CHAT, COMPLETION, MESSAGES, RESPONSES
 from warmline_proxy.errors import ClientError, decode_error_body
-from warmline_proxy.explain.prompt_head import INSTRUCTION_ROLES, decode_as, decode_elements
+from warmline_proxy.explain.prompt_head import INSTRUCTION_ROLES
 from warmline_proxy.http import body_fields
 from warmline_proxy.http.bodies import BODY_BYTES_MAX
 from warmline_proxy.response.choices import split_choices

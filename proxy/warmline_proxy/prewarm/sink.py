@@ -1,8 +1,8 @@
-"""Destination of an answer that nobody wants."""
+"""Destination of an answer that is not wanted."""
 
 import math
 
-from warmline_proxy.api.base import ApiCall, Chunk, ResponseEncoder, ResponseStart
+from warmline_proxy.api.base import ApiCall, Chunk, PromptProgress, ResponseEncoder, ResponseStart
 from warmline_proxy.errors import ClientError
 
 
@@ -21,6 +21,9 @@ class DiscardingSink:
     def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
         return b""
 
+    def encode_progress(self, progress: PromptProgress, loading: str = "", index: int = 0) -> bytes:
+        return b""
+
     def encode_done(self) -> bytes:
         return b""
 
@@ -32,7 +35,8 @@ class DiscardingSink:
     async def write(self, data: bytes) -> None:
         """Drop the data."""
 
-    send_heartbeat = write
+    async def send_heartbeat(self, comment: bytes, progress: PromptProgress, loading: str) -> None:
+        """Drop it."""
 
     async def end(self, data: bytes = b"") -> None:
         self.is_closed = True
