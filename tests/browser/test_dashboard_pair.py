@@ -12,7 +12,7 @@ from support.browser.chromium import Chromium
 from support.pair.pair import FolderOf, Message, Pair
 
 LOOKS = (Path(__file__).parents[1] / "support" / "browser" / "looks.js").read_text()
-HOSTILE = "<img src=x onerror=\"document.title='taken over'\"> & </script>"
+HOSTILE = "<img src=x onerror=\"document.title='taken over'\"> & more"
 SYSTEM = "You answer questions about the sea, its tides and its ships. " * 12
 DESKTOP, PHONE = (1280, 900), (360, 740)
 STEADY = {"role": "system", "content": SYSTEM}
@@ -61,6 +61,15 @@ def test_empty_dashboard_shows_instructions(browser: Chromium, pair: Pair, scree
     browser.save_screenshot(screenshots / "empty.png")
     assert pair.post("/v1/chat/completions", json.loads(body)).status == 200, "what it says to send is answered"
     pair.settle()
+    poll_now(browser)
+    browser.wait("document.querySelector('#session-rows b') && document.querySelector('.row .who')")
+    title = json.loads(body)["messages"][0]["content"]
+    assert browser.run("document.querySelector('#session-rows b').textContent") == title
+    assert browser.run("document.querySelector('.row .who').textContent").startswith(f"{title} · ")
+    pair.cachectl("purge", "--all", "--yes")
+    ids = {"prompt": list(range(5, 200)), "max_tokens": 2}
+    assert pair.post("/v1/completions", ids).status == 200, "token ids have no title"
+    pair.settle()
     check_unnamed_session_label(browser, pair)
     pair.cachectl("purge", "--all", "--yes")
 
@@ -71,7 +80,7 @@ def check_unnamed_session_label(browser: Chromium, pair: Pair) -> None:
     browser.wait("document.querySelector('#session-rows b.unnamed') && document.querySelector('.row .who')")
     name = browser.run("document.querySelector('#session-rows b').textContent")
     assert re.fullmatch(r"conversation started \d\d:\d\d:\d\d", name)
-    assert browser.run("document.querySelector('.row .who').textContent") == f"{name} · chat"
+    assert browser.run("document.querySelector('.row .who').textContent") == f"{name} · completion"
     assert f"ends: {name}" in browser.run("document.querySelector('#tree').textContent"), "the one tree is open"
     browser.run("document.querySelector('#session-rows .danger').click()")
     browser.wait("document.querySelector('#dialog').open")
@@ -85,7 +94,8 @@ def test_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screens
     assert send_turn(pair, talk, "steady") == 0
     talk.append({"role": "user", "content": "And a neap tide?"})
     cached = send_turn(pair, talk, "steady")
-    edited: list[Message] = [{"role": "system", "content": SYSTEM.replace("tides", "winds", 1)}, talk[1]]
+    edited: list[Message] = [{"role": "system", "content": SYSTEM.replace("tides", "winds", 1)}]
+    edited.append({"role": "user", "content": HOSTILE})
     send_turn(pair, edited, HOSTILE)
     open_dashboard(browser, pair)
 
@@ -99,7 +109,7 @@ def test_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screens
     tokens = browser.run("document.querySelectorAll('.row .tokens')[1].textContent")
     assert tokens.startswith(f"{cached} of ") and cached > 100
     names = browser.run("[...document.querySelectorAll('#session-rows b')].map((each) => each.textContent)")
-    assert names == [HOSTILE, "steady"]
+    assert names == [HOSTILE, "What is a spring tide?"]
     assert browser.run("document.images.length") == 0 and browser.run("document.title") == "Warmline"
     browser.save_screenshot(screenshots / "desktop-light.png")
 
@@ -248,7 +258,7 @@ def test_purged_request_is_not_explained(browser: Chromium, pair: Pair) -> None:
     """Its texts don't stay in a panel that was open, whoever purged it."""
     for name in ("harbours", "crews"):
         system = {"role": "system", "content": SYSTEM.replace("ships", name)}
-        send_turn(pair, [system, {"role": "user", "content": "What else?"}], name)
+        send_turn(pair, [system, {"role": "user", "content": name}], name)
     open_dashboard(browser, pair)
     browser.wait("document.querySelector('#session-rows b').textContent === 'crews'")
     browser.wait("document.querySelector('.row .who').textContent.startsWith('crews')")
@@ -267,7 +277,7 @@ def test_purged_request_is_not_explained(browser: Chromium, pair: Pair) -> None:
 def test_one_dialog_at_a_time(browser: Chromium, pair: Pair) -> None:
     """And none about what somebody else has purged meanwhile."""
     for name in ("first", "second"):
-        send_turn(pair, [{"role": "user", "content": name * 40}], name)
+        send_turn(pair, [{"role": "system", "content": name * 40}, {"role": "user", "content": name}], name)
     open_dashboard(browser, pair)
     first, second = (
         f"[...document.querySelectorAll('#session-rows tr')].find((each) => each.textContent.startsWith('{name}'))"
