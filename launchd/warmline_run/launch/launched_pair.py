@@ -108,7 +108,8 @@ class LaunchedPair:
 
     @property
     def is_started(self) -> bool:
-        return self._process is not None
+        """True from `start` on, unless the start failed."""
+        return self.is_running or self._supervision is not None
 
     @property
     def is_running(self) -> bool:
