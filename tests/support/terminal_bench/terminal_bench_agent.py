@@ -5,8 +5,10 @@ packages are entered without their `__init__`, and the terminal, a tmux session 
 here.  All else is Terminal-Bench's: the agent's loop and prompts, its parser, its chat, its LLM class and LiteLLM.
 
 Usage: terminal_bench_agent.py URL FOLDER, with the right key in OPENAI_API_KEY
+       terminal_bench_agent.py run --agent terminus-2 --model NAME --agent-kwarg api_base=URL, as the harness is called
 """
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -38,11 +40,15 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._new, self._name = folder, "", "Current Terminal Screen"
+        self._gate = folder / "gate"
 
     def is_session_alive(self) -> bool:
         return True
 
     def send_keys(self, keys: str, block: bool, min_timeout_sec: float) -> None:
+        if self._gate.exists():  # a pipe, of a test that has something to do while a command runs
+            self._gate.read_bytes()
+            self._gate.unlink()
         done = subprocess.run(
             ["bash", "-c", keys], cwd=self._folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -57,10 +63,10 @@ class Shell:
         return 0.0
 
 
-def run_task(url: str, folder: Path) -> Any:
+def run_task(url: str, folder: Path, model: str = "openai/task") -> Any:
     """Run the agent as the harness does, except for its temperature of 0.7, which would make each run differ."""
     agent_class = importlib.import_module("terminal_bench.agents.terminus_2.terminus_2").Terminus2
-    agent = agent_class(model_name="openai/task", api_base=url, temperature=0.0, max_episodes=API_CALLS_MAX)
+    agent = agent_class(model_name=model, api_base=url, temperature=0.0, max_episodes=API_CALLS_MAX)
     result = agent.perform_task('Write "Hello, world!" to hello.txt.', Shell(folder))
     return {
         "commands": [marker for _, marker in result.timestamped_markers],
@@ -115,7 +121,20 @@ def main(url: str, folder: Path) -> None:
     )
 
 
+def run_launched(arguments: list[str]) -> None:
+    """Run the task in this folder, with the options of `tb run`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--agent", choices=["terminus-2"], required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--agent-kwarg", type=lambda text: text.removeprefix("api_base="), required=True)
+    options = parser.parse_args(arguments)
+    print(json.dumps(run_task(options.agent_kwarg, Path.cwd(), options.model)))
+
+
 if __name__ == "__main__":
     stub_harness()
     llms: Any = importlib.import_module("terminal_bench.llms")
-    main(sys.argv[1], Path(sys.argv[2]))
+    if sys.argv[1] == "run":
+        run_launched(sys.argv[2:])
+    else:
+        main(sys.argv[1], Path(sys.argv[2]))
