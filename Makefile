@@ -92,10 +92,8 @@ $(TB_STAMP): $(TB_LOCK)
 	.venv-tb/bin/python -m pip install --quiet --no-compile --require-hashes --no-deps $(TB_LOCK:%=-r %)
 	touch $@
 
-# Terminal-Bench's agent is launched with them where it was installed.
 launch-clients: setup launch-clients-setup
 	WARMLINE_LAUNCH_CLIENTS_PATH=$(abspath .venv-clients/bin):$(abspath .venv-clients/node_modules/.bin) \
-		WARMLINE_TERMINAL_BENCH_PYTHON=$(if $(wildcard $(TB_STAMP)),$(abspath .venv-tb/bin/python)) \
 		$(BIN)/pytest -q tests/launch_clients/check_launch_clients.py $(ARGS)
 
 launch-clients-setup: $(CLIENTS_STAMP)

@@ -4,8 +4,7 @@ Importing the package itself would import its harness, and with that Docker, Str
 packages are entered without their `__init__`, and the terminal, a tmux session in a container, is a shell in a folder
 here.  All else is Terminal-Bench's: the agent's loop and prompts, its parser, its chat, its LLM class and LiteLLM.
 
-Usage: terminal_bench_agent.py URL FOLDER, with the right key in OPENAI_API_KEY
-       terminal_bench_agent.py run --agent terminus-2 --model NAME --agent-kwarg api_base=URL, as the harness is called
+Usage: tb run --agent terminus-2 --model NAME --agent-kwarg api_base=URL, with the right key in OPENAI_API_KEY
 """
 
 import argparse
@@ -63,7 +62,7 @@ class Shell:
         return 0.0
 
 
-def run_task(url: str, folder: Path, model: str = "openai/task") -> Any:
+def run_task(model: str, url: str, folder: Path) -> Any:
     """Run the agent as the harness does, except for its temperature of 0.7, which would make each run differ."""
     agent_class = importlib.import_module("terminal_bench.agents.terminus_2.terminus_2").Terminus2
     agent = agent_class(model_name=model, api_base=url, temperature=0.0, max_episodes=API_CALLS_MAX)
@@ -106,11 +105,11 @@ def find_failure(model: str, url: str, prompt: str, **options: object) -> Any:
     return {"raised": None, "answer": answer}
 
 
-def main(url: str, folder: Path) -> None:
+def main(model: str, url: str, folder: Path) -> None:
     print(
         json.dumps(
             {
-                "task": run_task(url, folder),
+                "task": run_task(model, url, folder),
                 "chat": run_chat(url),
                 "structured": run_structured(url),
                 "too-long": find_failure("too-long", url, "1 2 " * (WORDS_TOO_MANY // 2)),
@@ -121,20 +120,18 @@ def main(url: str, folder: Path) -> None:
     )
 
 
-def run_launched(arguments: list[str]) -> None:
-    """Run the task in this folder, with the options of `tb run`."""
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    """Options of `tb run` that are the agent's."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["run"])
     parser.add_argument("--agent", choices=["terminus-2"], required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--agent-kwarg", type=lambda text: text.removeprefix("api_base="), required=True)
-    options = parser.parse_args(arguments)
-    print(json.dumps(run_task(options.agent_kwarg, Path.cwd(), options.model)))
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
+    options = parse_options(sys.argv[1:])
     stub_harness()
     llms: Any = importlib.import_module("terminal_bench.llms")
-    if sys.argv[1] == "run":
-        run_launched(sys.argv[2:])
-    else:
-        main(sys.argv[1], Path(sys.argv[2]))
+    main(options.model, options.agent_kwarg, Path.cwd())
