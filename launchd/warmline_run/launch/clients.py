@@ -20,7 +20,7 @@ OPENAI_KEY = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ModelFacts:
     """Model as the server lists it.  `context_tokens` is 0 where that is not known."""
 
     name: str
@@ -32,10 +32,10 @@ class ServerFacts:
     """Facts that settings are made from.  `url` ends in /v1; `models` has the chosen one first."""
 
     url: str
-    models: Sequence[ServedModel]
+    models: Sequence[ModelFacts]
 
     @property
-    def model(self) -> ServedModel:
+    def model(self) -> ModelFacts:
         return self.models[0]
 
 
@@ -49,7 +49,7 @@ class ClientSettings:
 
 
 @dataclass(frozen=True)
-class Client:
+class LaunchableClient:
     """Client that can be launched.  `title` is that of its section in docs/clients.md.
 
     `make_settings` takes the server and a folder for the client's files; `is_agent`: its first prompt is long.
@@ -63,7 +63,7 @@ class Client:
     make_settings: Callable[[ServerFacts, Path], ClientSettings]
     is_agent: bool = True
 
-    def fits(self, model: ServedModel) -> bool:
+    def fits(self, model: ModelFacts) -> bool:
         """False for a context that the client's first prompt may fill."""
         return not self.is_agent or not 0 < model.context_tokens < AGENT_CONTEXT_TOKENS_MIN
 
@@ -73,6 +73,7 @@ def _make_claude_settings(server: ServerFacts, folder: Path) -> ClientSettings:
     return ClientSettings(
         {
             "ANTHROPIC_BASE_URL": server.url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": "",  # or it asks whether to use it, and prefers it
             "ANTHROPIC_MODEL": server.model.name,
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "API_TIMEOUT_MS": str(TIMEOUT_S * 1000),
@@ -114,7 +115,7 @@ def _make_opencode_settings(server: ServerFacts, folder: Path) -> ClientSettings
     return ClientSettings({"OPENCODE_CONFIG_CONTENT": _format_json(content)})
 
 
-def _describe_opencode_model(model: ServedModel) -> Mapping[str, object]:
+def _describe_opencode_model(model: ModelFacts) -> Mapping[str, object]:
     limit = {"context": model.context_tokens, "output": _limit_output(model)}
     described = {"name": model.name, "tool_call": True, "reasoning": True}
     return {**described, "limit": limit} if model.context_tokens else described
@@ -172,7 +173,7 @@ def _make_terminal_bench_settings(server: ServerFacts, folder: Path) -> ClientSe
     return ClientSettings({}, ["run", "--agent", "terminus-2", *model, "--agent-kwarg", f"api_base={server.url}"])
 
 
-def _limit_output(model: ServedModel) -> int:
+def _limit_output(model: ModelFacts) -> int:
     return min(OUTPUT_TOKENS_MAX, model.context_tokens // OUTPUT_SHARE)
 
 
@@ -187,20 +188,22 @@ def _format_json_file(value: object) -> str:
 CLIENTS = {
     client.name: client
     for client in (
-        Client(
+        LaunchableClient(
             "claude",
             "Claude Code",
             "claude",
             "npm install -g @anthropic-ai/claude-code",
-            "ANTHROPIC_API_KEY",
+            "ANTHROPIC_AUTH_TOKEN",
             _make_claude_settings,
         ),
-        Client("codex", "Codex", "codex", "npm install -g @openai/codex", AGENT_KEY, _make_codex_settings),
-        Client("opencode", "OpenCode", "opencode", "npm install -g opencode-ai", AGENT_KEY, _make_opencode_settings),
-        Client("hermes", "Hermes", "hermes", "pip install hermes-agent", AGENT_KEY, _make_hermes_settings),
-        Client("aider", "Aider", "aider", "pip install aider-chat", OPENAI_KEY, _make_aider_settings, False),
-        Client("llm", "LLM", "llm", "pip install llm", OPENAI_KEY, _make_llm_settings, False),
-        Client(
+        LaunchableClient("codex", "Codex", "codex", "npm install -g @openai/codex", AGENT_KEY, _make_codex_settings),
+        LaunchableClient(
+            "opencode", "OpenCode", "opencode", "npm install -g opencode-ai", AGENT_KEY, _make_opencode_settings
+        ),
+        LaunchableClient("hermes", "Hermes", "hermes", "pip install hermes-agent", AGENT_KEY, _make_hermes_settings),
+        LaunchableClient("aider", "Aider", "aider", "pip install aider-chat", OPENAI_KEY, _make_aider_settings, False),
+        LaunchableClient("llm", "LLM", "llm", "pip install llm", OPENAI_KEY, _make_llm_settings, False),
+        LaunchableClient(
             "terminal-bench",
             "Terminal-Bench",
             "tb",

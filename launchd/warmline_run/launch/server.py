@@ -21,7 +21,7 @@ from warmline_common.settings.resolve import ResolvedConfig
 from warmline_common.settings.table import SETTINGS
 from warmline_run import ports, probe
 from warmline_run.address import Address, format_program, make_address, normalize_url
-from warmline_run.launch.clients import ServedModel, ServerFacts
+from warmline_run.launch.clients import ModelFacts, ServerFacts
 from warmline_run.processes import module_arguments
 
 REQUEST_TIMEOUT_S = 10.0
@@ -124,7 +124,7 @@ def read_facts(server: Server, key: ClientKey, config: ResolvedConfig, model: st
     if status in REFUSED:
         raise LaunchError(f"{server.url} refuses the key: give another one with --key, or set WARMLINE_CLIENT_KEY")
     try:
-        listed = [ServedModel(str(each["id"]), int(each.get("max_model_len") or 0)) for each in answer["data"]]
+        listed = [ModelFacts(str(each["id"]), int(each.get("max_model_len") or 0)) for each in answer["data"]]
     except (KeyError, TypeError, ValueError, AttributeError):
         listed = []
     if not listed:
@@ -132,7 +132,7 @@ def read_facts(server: Server, key: ClientKey, config: ResolvedConfig, model: st
     return ServerFacts(server.url, _move_first(listed, model, config) if model else listed)
 
 
-def _move_first(listed: Sequence[ServedModel], model: str, config: ResolvedConfig) -> Sequence[ServedModel]:
+def _move_first(listed: Sequence[ModelFacts], model: str, config: ResolvedConfig) -> Sequence[ModelFacts]:
     """Models with the named one first: by its name, an alias that is configured here, or its folder's name."""
     configured = find_model(parse_models(str(config["models"])), model)
     wanted = (model, configured.name if configured else "", Path(model).name)

@@ -23,7 +23,7 @@ from warmline_common.storage.home import Home, describe_unusable_home
 from warmline_common.storage.regular_file import open_regular
 from warmline_run import model_folders, ports
 from warmline_run.launch import server as servers
-from warmline_run.launch.clients import Client, ClientSettings, ServedModel, ServerFacts
+from warmline_run.launch.clients import ClientSettings, LaunchableClient, ModelFacts, ServerFacts
 from warmline_run.launch.command_text import HIDDEN, format_client_command
 from warmline_run.launch.launched_pair import LaunchedPair
 from warmline_run.launch.server import ClientKey, LaunchError, Server
@@ -91,7 +91,7 @@ class LaunchSignals:
         return code if code >= 0 else SIGNAL_EXIT - code
 
 
-def find_program(client: Client, environment: Mapping[str, str]) -> str:
+def find_program(client: LaunchableClient, environment: Mapping[str, str]) -> str:
     """Path of the client.  Raises LaunchError where it is not installed."""
     program = shutil.which(client.program, path=environment.get("PATH"))
     if program is None:
@@ -103,7 +103,9 @@ def find_program(client: Client, environment: Mapping[str, str]) -> str:
     return program
 
 
-def describe_launch(client: Client, config: ResolvedConfig, options: LaunchOptions, arguments: Sequence[str]) -> str:
+def describe_launch(
+    client: LaunchableClient, config: ResolvedConfig, options: LaunchOptions, arguments: Sequence[str]
+) -> str:
     """Variables and command, for a shell.  The client's folder has the files that they name afterwards.
 
     Without a running pair, what only that knows is left out.  Raises LaunchError, ConfigurationError.
@@ -112,7 +114,7 @@ def describe_launch(client: Client, config: ResolvedConfig, options: LaunchOptio
     if server is None:
         server, key = servers.make_configured_server(config), ClientKey(options.key or servers.NO_KEY)
         print_message(f"no pair runs at {server.url}, so the model's context length and a key are left out")
-        facts = ServerFacts(server.url, [ServedModel(options.model or servers.ANY_NAME)])
+        facts = ServerFacts(server.url, [ModelFacts(options.model or servers.ANY_NAME)])
     else:
         key = servers.find_key(server, config, options.key)
         facts = servers.read_facts(server, key, config, options.model)
@@ -122,7 +124,7 @@ def describe_launch(client: Client, config: ResolvedConfig, options: LaunchOptio
 
 
 async def launch(
-    client: Client,
+    client: LaunchableClient,
     config: ResolvedConfig,
     options: LaunchOptions,
     arguments: Sequence[str],
@@ -202,7 +204,7 @@ async def _wait_for(event: asyncio.Event, timeout_s: float) -> bool:
     return False
 
 
-def _make_settings(client: Client, config: ResolvedConfig, facts: ServerFacts) -> ClientSettings:
+def _make_settings(client: LaunchableClient, config: ResolvedConfig, facts: ServerFacts) -> ClientSettings:
     """Settings of a client, whose files are written.  Raises LaunchError."""
     folder = Path(str(config["home"])) / FOLDER / client.name
     settings = client.make_settings(facts, folder)
@@ -221,7 +223,7 @@ def _make_settings(client: Client, config: ResolvedConfig, facts: ServerFacts) -
 
 
 def _report(
-    client: Client, settings: ClientSettings, model: ServedModel, key: ClientKey, arguments: Sequence[str]
+    client: LaunchableClient, settings: ClientSettings, model: ModelFacts, key: ClientKey, arguments: Sequence[str]
 ) -> None:
     """Print all that is set, without the key."""
     command = [client.program, *settings.options, *arguments]
