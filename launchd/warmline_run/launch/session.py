@@ -213,7 +213,9 @@ def _make_settings(client: LaunchableClient, config: ResolvedConfig, facts: Serv
             disk.make_folders(path.parent)
             disk.replace_file(path, text)
     except OSError as error:
-        raise LaunchError(f"{error.filename or folder} can't be written: {error.strerror}; see the disk") from None
+        raise LaunchError(
+            f"{error.filename or folder} can't be written: {error.strerror}; free space there, or use another --home"
+        ) from None
     if not client.fits(facts.model):
         print_message(
             f"{client.title} needs a longer context than the {facts.model.context_tokens:,} tokens of "
