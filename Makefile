@@ -14,6 +14,7 @@
 # make bench   benchmarks beside mlx_lm.server, twenty minutes on two quiet cores; tables in build/bench/summary.md.
 #              ARGS="--only herd,restart" for some, ARGS=--quick for whether they work
 # make terminal-bench   Terminal-Bench's agent on a pair, in a Python of its own (3.12 or newer: TB_PYTHON=/path/to/it)
+# make launch-clients   LLM, Claude Code, Codex and OpenCode through `warmline launch`, in a folder of their own (npm for all but the first)
 # make setup   only install: .venv with the versions in requirements/
 # make lint    only lint
 # make pytest  only tests
@@ -33,13 +34,16 @@ $(if $(UNKNOWN),$(error $(UNKNOWN): no such variable; there are $(VARIABLES)))
 BIN := .venv/bin
 STAMP := .venv/.installed
 TB_STAMP := .venv-tb/.installed
+CLIENTS_STAMP := .venv-clients/.installed
 LOCK := requirements/lock.txt requirements/demo.txt
 TB_LOCK := requirements/terminal-bench.txt requirements/terminal-bench-itself.txt
+CLIENTS_LOCK := requirements/launch-clients.txt
+NPM_CLIENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33
 
 # Where Python may not keep what it has compiled, each start of a pair takes twice as long, and tests start a hundred.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run wheel newcomer test pytest chaos models-chaos soak draft-soak index-damage bench terminal-bench terminal-bench-setup setup cuda lint reference lock clean
+.PHONY: help run wheel newcomer test pytest chaos models-chaos soak draft-soak index-damage bench terminal-bench terminal-bench-setup launch-clients launch-clients-setup setup cuda lint reference lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -93,6 +97,20 @@ $(TB_STAMP): $(TB_LOCK)
 	.venv-tb/bin/python -m pip install --quiet --no-compile --require-hashes --no-deps $(TB_LOCK:%=-r %)
 	touch $@
 
+launch-clients: setup launch-clients-setup
+	WARMLINE_LAUNCH_CLIENTS_PATH=$(abspath .venv-clients/bin):$(abspath .venv-clients/node_modules/.bin) \
+		$(BIN)/pytest -q tests/launch_clients/check_launch_clients.py $(ARGS)
+
+launch-clients-setup: $(CLIENTS_STAMP)
+
+$(CLIENTS_STAMP): $(CLIENTS_LOCK) Makefile
+	$(if $(PYTHON),,$(error Python 3.11 or newer is needed and was not found; name one with PYTHON=/path/to/python3))
+	$(PYTHON) -m venv --clear .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --no-compile --require-hashes --no-deps -r $(CLIENTS_LOCK)
+	npm install --silent --no-audit --no-fund --prefix .venv-clients $(NPM_CLIENTS) \
+		|| echo "npm could not install $(NPM_CLIENTS): they are not tried"
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -131,8 +149,9 @@ lock: setup
 	$(COMPILE) --constraint requirements/lock.txt requirements/cuda.in -o requirements/cuda.txt
 	$(COMPILE) --no-deps requirements/demo.in -o requirements/demo.txt
 	$(COMPILE) --constraint requirements/lock.txt requirements/newcomer.in -o requirements/newcomer.txt
+	$(COMPILE) requirements/launch-clients.in -o requirements/launch-clients.txt
 	$(TB_COMPILE) --constraint requirements/lock.txt requirements/terminal-bench.in -o requirements/terminal-bench.txt
 	$(TB_COMPILE) --no-deps requirements/terminal-bench-itself.in -o requirements/terminal-bench-itself.txt
 
 clean:
-	rm -rf .venv .venv-tb
+	rm -rf .venv .venv-tb .venv-clients

@@ -69,3 +69,7 @@ def _main(
 def main() -> None:
     """Run `app`, with a code of its own for output that can't be printed, also that of `--help`."""
     sys.exit(run_with_output(app, "cachectl", EXIT_REFUSED))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,14 +9,17 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.hints import format_command
-from warmline_common.settings.resolve import ResolvedConfig
+from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
 
 ANY_ADDRESS = "0.0.0.0"
 PROBE_HOSTS = {ANY_ADDRESS: "127.0.0.1", "::": "::1"}  # a wildcard address is no address to connect to
 LOOKUP_TIMEOUT_S = 2.0
+EXAMPLE_URL = "http://127.0.0.1:8026/v1"
+CHAT_PATH = "/chat/completions"
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,23 @@ def format_program(name: str) -> str:
 
 def format_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+def normalize_url(url: str) -> str:
+    """Base URL of an API, from an address that may lack its /v1, or include the path of chat completions.
+
+    Raises ConfigurationError where it is no address of a server.
+    """
+    try:
+        parts = urlsplit(url.strip())
+        is_base = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        _ = parts.port
+    except ValueError:
+        is_base = None
+    if not is_base:
+        raise ConfigurationError(f"--url: expected an address such as {EXAMPLE_URL}, not {url!r}")
+    path = parts.path.rstrip("/").removesuffix(CHAT_PATH)
+    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 
 
 def _list_host_names() -> list[str]:

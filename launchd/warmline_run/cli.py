@@ -12,12 +12,14 @@ import typer
 
 from warmline_common.process import exit_codes
 from warmline_common.process.exit_codes import EXIT_CONFIGURATION
+from warmline_common.process.parent_watch import watch_parent
 from warmline_common.process.version import version
 from warmline_common.settings.models import format_models
 from warmline_common.settings.parsers import make_amount_parser, make_integer_parser, make_option_parser
 from warmline_common.settings.resolve import ConfigurationError, EffectiveSetting, ResolvedConfig, resolve
 from warmline_common.settings.table import SETTINGS
 from warmline_run import model_folders, openblas, ports, processes, supervisor
+from warmline_run.launch.cli import launch_client
 from warmline_run.models.cli import app as models_app
 from warmline_run.models.prepare import prepare_models
 from warmline_run.services.cli import JsonOption, make_app
@@ -61,6 +63,7 @@ def _main(
 @with_settings
 def serve(config: ResolvedConfig) -> None:
     """Run proxy and backend together; restart what dies."""
+    watch_parent(float(config["drain_timeout_s"]) + 2 * supervisor.STOP_MARGIN_S)  # of `warmline launch`
     if problem := ports.describe_occupied_port(config):  # early and by name: the children bind a moment later
         raise ConfigurationError(problem)
     model_folders.check_model_folders(config)
@@ -74,6 +77,9 @@ def serve(config: ResolvedConfig) -> None:
         raise typer.Exit(130) from None
     backend_command = processes.backend_command(config, model, os.environ)
     raise typer.Exit(supervisor.run(backend_command, processes.proxy_command(config, os.environ), config))
+
+
+app.command("launch", short_help="Start a client that uses the pair.")(launch_client)
 
 
 @app.command()

@@ -6,7 +6,6 @@ Its name keeps it out of `make test`, where that Python may not be.
 import itertools
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from typing import Any
 import pytest
 
 from support.agent_model.agent_folder import build
+from support.launch.launched_client import LaunchedClient
 from support.pair.pair import Pair
+from support.pair.waiting import wait_until
 
 PYTHON = os.environ["WARMLINE_TERMINAL_BENCH_PYTHON"]
-AGENT = Path(__file__).parents[1] / "support" / "terminal_bench" / "terminal_bench_agent.py"
+HARNESS = Path(__file__).parents[1] / "support" / "terminal_bench" / "bin"
 KEY = "of-the-client"
-OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # LiteLLM would fetch prices
-TIMEOUT_S = 50  # it takes ten seconds; .ci/run gives all of this a minute
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +31,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def agent_report(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Report of the agent about all that it did."""
-    folder = tmp_path_factory.mktemp("work")
-    done = subprocess.run(
-        [PYTHON, str(AGENT), f"{pair.url}/v1", str(folder)],
-        env={"HOME": str(folder), "PATH": os.environ["PATH"], "OPENAI_API_KEY": KEY, **OFFLINE},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
+    """Report of the agent about all that it did.  The pair was killed while its first command ran."""
+    folder, variables = tmp_path_factory.mktemp("work"), {"WARMLINE_TERMINAL_BENCH_PYTHON": PYTHON}
+    client = LaunchedClient("terminal-bench", pair, folder, str(HARNESS), "--key", KEY, **variables)
+    client.wait_for_tool()
+    wait_until(lambda: bool(pair.requests()), "the first turn is not recorded")
     pair.settle()
-    return json.loads(done.stdout.splitlines()[-1])
+    pair.kill()
+    pair.start()
+    client.end_tool()
+    output = client.wait()
+    assert client.process.returncode == 0, output
+    pair.settle()
+    return json.loads(output.splitlines()[-1])
 
 
 def list_requests(pair: Pair, model: str) -> list[Any]:
@@ -62,7 +62,7 @@ def test_the_agent_does_its_task(pair: Pair, agent_report: Any) -> None:
     assert agent_report["task"]["text"] == "Hello, world!\n"
     episodes = [f"Episode {turn}: {count} commands" for turn, count in enumerate([1, 1, 0, 0])]
     assert agent_report["task"]["commands"] == episodes
-    turns = list_requests(pair, "task")
+    turns = list_requests(pair, "agent")
     assert len(turns) == 4 and {turn["outcome"] for turn in turns} == {"ok"}
     assert_turns_continue(turns)
 

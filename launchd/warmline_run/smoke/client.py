@@ -8,10 +8,10 @@ from typing import Any
 import aiohttp
 
 from warmline_common.protocol.sse import SseEvent, SseParser
+from warmline_run.address import CHAT_PATH
 from warmline_run.smoke import responses
 from warmline_run.smoke.responses import ChatCompletion, MalformedAnswerError, Message, StreamFold
 
-CHAT_PATH = "/chat/completions"
 BAD_REQUEST = 400  # of a server that refuses an unsupported request
 EVENT_BYTES_MAX = 64 << 20
 # A reasoning model would spend a check's tokens on thoughts.  Servers without this switch ignore it.

@@ -12,11 +12,11 @@ from warmline_common.settings.quantization import make_quantization
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
 from warmline_common.settings.table import SETTINGS
 from warmline_run import ports
-from warmline_run.address import Address
+from warmline_run.address import EXAMPLE_URL, Address, normalize_url
 from warmline_run.smoke import report
 from warmline_run.smoke.check import FAILED, NOT_RUN, Check, Outcome, Scale, Target
 from warmline_run.smoke.checks import basic, concurrent, long_transcript, restart, tools
-from warmline_run.smoke.client import CHAT_PATH, NoAnswerError, ServerUnreachableError, SmokeClient
+from warmline_run.smoke.client import NoAnswerError, ServerUnreachableError, SmokeClient
 from warmline_run.smoke.judge import TOLERANCES_KV_BITS
 from warmline_run.smoke.responses import parse_models
 
@@ -39,7 +39,6 @@ CHECKS = (
     Check("restart", "a conversation continues after the backend's end", restart.check_restart),
 )
 EXIT_PASSED, EXIT_FAILED, EXIT_UNREACHABLE = 0, 1, 2
-EXAMPLE_URL = "http://127.0.0.1:8026/v1"
 GRID_TOKENS_AUTO = 8192  # where the settings leave the step to be measured: the largest that usually wins
 
 
@@ -100,23 +99,6 @@ def find_running_url(home: Path) -> str:
         return normalize_url(proxy.url) if proxy else ""
     except ConfigurationError:
         return ""
-
-
-def normalize_url(url: str) -> str:
-    """Base URL of an API, from an address that may lack its /v1, or include the path of chat completions.
-
-    Raises ConfigurationError where it is no address of a server.
-    """
-    try:
-        parts = urlsplit(url.strip())
-        is_base = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
-        _ = parts.port
-    except ValueError:
-        is_base = None
-    if not is_base:
-        raise ConfigurationError(f"--url: expected an address such as {EXAMPLE_URL}, not {url!r}")
-    path = parts.path.rstrip("/").removesuffix(CHAT_PATH)
-    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 
 
 def make_target(

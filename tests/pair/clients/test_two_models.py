@@ -5,7 +5,6 @@ The models are two trained ones with fingerprints of their own, so that neither 
 
 import json
 import re
-import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,18 +14,14 @@ import pytest
 import yaml
 
 from support.agent_model.agent_folder import build
+from support.docs.clients_page import list_files, read_section
 from support.pair.models_pair import ModelsPair, PairModel
 from support.pair.pair import Pair
 from support.pair.recorded import RecordedAnswer, count_reusable, read_client, send_turn
 from warmline_common.settings.models import ModelConfig, parse_models
 
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "clients.md").read_text()
 MEMORY_GB = {"both": 1.0, "one": 0.07}  # a model of these needs 0.043
 TURNS = 2
-
-
-def read_section(title: str) -> str:
-    return DOCUMENT.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def read_models() -> list[ModelConfig]:
@@ -34,10 +29,9 @@ def read_models() -> list[ModelConfig]:
     return parse_models(json.dumps(tomllib.loads(table)["models"]))
 
 
-def read_last_block(section: str, start: str) -> str:
-    """Last indented block of a section that begins so, without its indentation."""
-    blocks = map(textwrap.dedent, re.findall(r"(?:^ {4}.*\n)+", read_section(section), flags=re.MULTILINE))
-    return [block for block in blocks if block.startswith(start)][-1]
+def read_last_file(section: str, start: str) -> str:
+    """Last file of a section that begins so."""
+    return [text for text in list_files(section) if text.startswith(start)][-1]
 
 
 def read_claude_code_models() -> tuple[str, str]:
@@ -49,7 +43,7 @@ def read_claude_code_models() -> tuple[str, str]:
 
 
 def read_opencode_models() -> tuple[str, str]:
-    config = json.loads(read_last_block("OpenCode", "{"))
+    config = json.loads(read_last_file("OpenCode", "{"))
     (provider,) = config["provider"]
     large, small = (config[key].removeprefix(f"{provider}/") for key in ("model", "small_model"))
     assert set(config["provider"][provider]["models"]) == {large, small}
@@ -89,7 +83,7 @@ def make_pair(folders: list[Path], home: Path, memory_gb: float) -> ModelsPair:
 
 def make_router(litellm: Any, pair: Pair) -> Any:
     """LiteLLM's router with the deployments of docs/clients.md."""
-    entries = yaml.safe_load(read_last_block("LiteLLM proxy", "model_list:"))["model_list"]
+    entries = yaml.safe_load(read_last_file("LiteLLM proxy", "model_list:"))["model_list"]
     for entry in entries:
         entry["litellm_params"]["api_base"] = f"{pair.url}/v1"
     return litellm.Router(model_list=entries, num_retries=0)

@@ -3,11 +3,13 @@
 import os
 import signal
 import stat
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from support.pair.pair import FolderOf, Pair, Reply, send_request
+from support.run.warmline_command import invoke_warmline
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
 
@@ -49,6 +51,7 @@ def test_keys_have_separate_persistent_caches(tiny_folder: FolderOf, tmp_path: P
             assert pair.wait_for_log_line(r"^(ready|also) .*\.local:")
             assert f"cachectl key show --home {home.root})" in pair.wait_for_log_line("^curl ")
             one = pair.cachectl("key", "show")["key"]
+            check_launch_finds_key(pair, one)
             two, three = (pair.cachectl("key", "add", name)["key"] for name in ("two", "three"))
             assert (
                 chat_with_key(pair, "").status
@@ -76,6 +79,15 @@ def test_keys_have_separate_persistent_caches(tiny_folder: FolderOf, tmp_path: P
             assert count_cached(pair, renewed) == whole
             check_owner_authentication(pair, renewed)
         assert_private(home)
+
+
+def check_launch_finds_key(pair: Pair, key: str) -> None:
+    """Check that `warmline launch` uses the home's only key, and that a shell that its text is pasted into finds it."""
+    home = str(pair.home.root)
+    text = invoke_warmline("launch", "llm", "--print", "--home", home).stdout
+    assert key not in text
+    shown = text.replace("llm\n", "sh -c 'echo $OPENAI_API_KEY'\n")
+    assert subprocess.run(["sh", "-c", shown], capture_output=True, text=True).stdout == f"{key}\n"
 
 
 def wait_until_up(pair: Pair) -> None:

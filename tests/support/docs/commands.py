@@ -15,8 +15,9 @@ WORDS = ("SESSION", "OTHER", "SEGMENT", "REQUEST")
 
 OURS = ("warmline", "cachectl", "make", "docs/newcomer.sh")
 # Programs of others that can't, or must not, run here; what they would be told is written down.
-OTHERS = ("brew", "caffeinate", "claude", "codex", "git", "hermes", "hf", "journalctl", "launchctl", "loginctl")
+OTHERS = ("aider", "brew", "caffeinate", "claude", "codex", "git", "hermes", "hf", "journalctl", "launchctl", "llm")
 OTHERS += (
+    "loginctl",
     "mlx_lm.convert",
     "opencode",
     "pipx",

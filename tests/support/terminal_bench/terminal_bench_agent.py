@@ -4,9 +4,10 @@ Importing the package itself would import its harness, and with that Docker, Str
 packages are entered without their `__init__`, and the terminal, a tmux session in a container, is a shell in a folder
 here.  All else is Terminal-Bench's: the agent's loop and prompts, its parser, its chat, its LLM class and LiteLLM.
 
-Usage: terminal_bench_agent.py URL FOLDER, with the right key in OPENAI_API_KEY
+Usage: tb run --agent terminus-2 --model NAME --agent-kwarg api_base=URL, with the right key in OPENAI_API_KEY
 """
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -38,11 +39,15 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._new, self._name = folder, "", "Current Terminal Screen"
+        self._gate = folder / "gate"
 
     def is_session_alive(self) -> bool:
         return True
 
     def send_keys(self, keys: str, block: bool, min_timeout_sec: float) -> None:
+        if self._gate.exists():  # a pipe, of a test that has something to do while a command runs
+            self._gate.read_bytes()
+            self._gate.unlink()
         done = subprocess.run(
             ["bash", "-c", keys], cwd=self._folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -57,10 +62,10 @@ class Shell:
         return 0.0
 
 
-def run_task(url: str, folder: Path) -> Any:
+def run_task(model: str, url: str, folder: Path) -> Any:
     """Run the agent as the harness does, except for its temperature of 0.7, which would make each run differ."""
     agent_class = importlib.import_module("terminal_bench.agents.terminus_2.terminus_2").Terminus2
-    agent = agent_class(model_name="openai/task", api_base=url, temperature=0.0, max_episodes=API_CALLS_MAX)
+    agent = agent_class(model_name=model, api_base=url, temperature=0.0, max_episodes=API_CALLS_MAX)
     result = agent.perform_task('Write "Hello, world!" to hello.txt.', Shell(folder))
     return {
         "commands": [marker for _, marker in result.timestamped_markers],
@@ -100,11 +105,11 @@ def find_failure(model: str, url: str, prompt: str, **options: object) -> Any:
     return {"raised": None, "answer": answer}
 
 
-def main(url: str, folder: Path) -> None:
+def main(model: str, url: str, folder: Path) -> None:
     print(
         json.dumps(
             {
-                "task": run_task(url, folder),
+                "task": run_task(model, url, folder),
                 "chat": run_chat(url),
                 "structured": run_structured(url),
                 "too-long": find_failure("too-long", url, "1 2 " * (WORDS_TOO_MANY // 2)),
@@ -115,7 +120,18 @@ def main(url: str, folder: Path) -> None:
     )
 
 
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    """Options of `tb run` that are the agent's."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["run"])
+    parser.add_argument("--agent", choices=["terminus-2"], required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--agent-kwarg", type=lambda text: text.removeprefix("api_base="), required=True)
+    return parser.parse_args(arguments)
+
+
 if __name__ == "__main__":
+    options = parse_options(sys.argv[1:])
     stub_harness()
     llms: Any = importlib.import_module("terminal_bench.llms")
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(options.model, options.agent_kwarg, Path.cwd())

@@ -1,0 +1,1 @@
+"""Clients that `warmline launch` starts."""
