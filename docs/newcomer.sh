@@ -36,18 +36,11 @@ fail() {
     exit 1
 }
 
-connect_client() { # the only place that knows how the client finds the server
-    "$UV" tool install --quiet llm
-    export LLM_USER_PATH=$FOLDER/llm OPENAI_API_KEY=unused
-    mkdir "$LLM_USER_PATH"
-    printf -- '- {model_id: warmline, model_name: any-name, api_base: "%s/v1"}\n' "$URL" >"$LLM_USER_PATH/extra-openai-models.yaml"
-}
-
 take_turn() { # MINIMUM ARGUMENTS: ask the client, show what was reused and how long the first token took; sets COUNT, and SHOWN
     local answer report minimum=$1
     shift
-    llm --model warmline --option max_tokens 8 "$@"
-    answer=$(llm logs --count 1 --json | sed -n 's/.*"id": "\(chatcmpl-[^"]*\)".*/\1/p')
+    warmline launch llm -- --option max_tokens 8 "$@"
+    answer=$(LLM_USER_PATH=$WARMLINE_HOME/launch/llm llm logs --count 1 --json | sed -n 's/.*"id": "\(chatcmpl-[^"]*\)".*/\1/p')
     report=$(cachectl explain "$answer")
     grep -E '^(reused|first token) ' <<<"$report"
     SHOWN=$(sed -n 's/^reused \([0-9,]*\) of .*/\1/p' <<<"$report")
@@ -101,7 +94,7 @@ serve
 warmline doctor "$MODEL"
 
 step "Connect a client: the second turn computes its own tokens alone"
-connect_client
+"$UV" tool install --quiet llm
 take_turn 0 --system "$SYSTEM" "What is a lighthouse?"
 take_turn 200 --continue "And what is a ferry?"
 
@@ -134,7 +127,7 @@ take_turn 200 --system "$SYSTEM" "What is a lighthouse?"
 cachectl doctor || true # it may have something to say of this machine
 
 step "Purge one conversation: that with the clock"
-session=$(sed -n 's/.* in session \([0-9a-f]*\)\..*/\1/p' <<<"$explanation")
+session=$(sed -n 's/.* in session \([0-9a-f]*\).*/\1/p' <<<"$explanation")
 cachectl ls
 cachectl purge --session "$session" --yes
 left=$(cachectl ls)
