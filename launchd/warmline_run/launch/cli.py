@@ -60,4 +60,10 @@ def launch_client(
     except LaunchError as error:
         print_message(str(error))
         raise typer.Exit(error.exit_code) from None
+    except OSError as error:
+        name = error.filename or "a file of the home"
+        print_message(
+            f"{name} can't be used: {error.strerror or error}; see its permissions, and the space on its disk"
+        )
+        raise typer.Exit(EXIT_CONFIGURATION) from None
     raise typer.Exit(code)

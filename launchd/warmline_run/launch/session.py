@@ -108,7 +108,7 @@ def describe_launch(
 ) -> str:
     """Variables and command, for a shell.  The client's folder has the files that they name afterwards.
 
-    Without a running pair, what only that knows is left out.  Raises LaunchError, ConfigurationError.
+    Without a running pair, what only that knows is left out.  Raises LaunchError, ConfigurationError, OSError.
     """
     server = _find_server(config, options)
     if server is None:
@@ -132,7 +132,7 @@ async def launch(
 ) -> int:
     """Run a client on a pair, which is started where none runs; the client's exit code.
 
-    Raises LaunchError, ConfigurationError.
+    Raises LaunchError, ConfigurationError, OSError.
     """
     program, signals = find_program(client, environment), LaunchSignals()
 
@@ -205,17 +205,12 @@ async def _wait_for(event: asyncio.Event, timeout_s: float) -> bool:
 
 
 def _make_settings(client: LaunchableClient, config: ResolvedConfig, facts: ServerFacts) -> ClientSettings:
-    """Settings of a client, whose files are written.  Raises LaunchError."""
+    """Settings of a client, whose files are written.  Raises OSError."""
     folder = Path(str(config["home"])) / FOLDER / client.name
     settings = client.make_settings(facts, folder)
-    try:
-        for path, text in settings.files.items():
-            disk.make_folders(path.parent)
-            disk.replace_file(path, text)
-    except OSError as error:
-        raise LaunchError(
-            f"{error.filename or folder} can't be written: {error.strerror}; free space there, or use another --home"
-        ) from None
+    for path, text in settings.files.items():
+        disk.make_folders(path.parent)
+        disk.replace_file(path, text)
     if not client.fits(facts.model):
         print_message(
             f"{client.title} needs a longer context than the {facts.model.context_tokens:,} tokens of "

@@ -1,4 +1,4 @@
-"""`warmline launch` on a running pair: what a client gets, and whose the terminal is.
+"""`warmline launch` on a running pair: the variables that a client gets, and the terminal that it has.
 
 The client is a small program under a client's name; `make launch-clients` has the real ones.
 """
@@ -31,12 +31,12 @@ def write_client(folder: Path, name: str, text: str) -> None:
 
 
 def read_until(terminal: int, word: bytes) -> bytes:
-    """What the terminal shows, up to a word or the programs' end."""
+    """Output of the terminal up to a word, or to its end."""
     shown = b""
     while word not in shown:
         try:
             shown += os.read(terminal, 4096)
-        except OSError:  # Linux's end of a terminal
+        except OSError:  # the end of a terminal, on Linux
             break
     return shown
 
