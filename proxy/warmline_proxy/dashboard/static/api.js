@@ -58,7 +58,7 @@ async function ask(method, path, body) {
   throw new Refused(response.status, messageIn(text) || `status ${response.status}`);
 }
 
-function parsed(text) {
+export function parsed(text) {
   try {
     return JSON.parse(text);
   } catch {
@@ -66,7 +66,7 @@ function parsed(text) {
   }
 }
 
-function messageIn(text) {
+export function messageIn(text) {
   try {
     return JSON.parse(text).error.message;
   } catch {

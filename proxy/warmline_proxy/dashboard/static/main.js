@@ -2,13 +2,15 @@
 
 import { Refused, Unreachable, get, isAnswer } from "./api.js";
 import { showHistory } from "./chart.js";
+import { showChatModels, startChat } from "./chat.js";
 import { byId, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { showModels } from "./models.js";
 import { bytesUsed, showStatus, showUnknown } from "./overview.js";
-import { refreshExplanation, requestsWanted, showRequests, startRequests } from "./requests.js";
+import { openRequest, refreshExplanation, requestsWanted, showRequests, startRequests } from "./requests.js";
 import { refreshSessions, startSessions } from "./sessions.js";
 import { highlight, refreshTree, startTree } from "./tree.js";
+import { startViews } from "./views.js";
 
 const REST_MS = 2000;
 const UNAUTHORIZED = 401;
@@ -34,6 +36,7 @@ async function ask() {
   const [status, activity] = await Promise.all([get("status"), get("activity", requestsWanted())]);
   showStatus(status);
   showModels(status);
+  showChatModels(status);
   showHistory(activity.history);
   showRequests(activity);
   byId("empty").hidden = activity.total > 0 || status.totals.sessions > 0 || status.live.length > 0;
@@ -89,5 +92,7 @@ setText(byId("curl"), curl());
 startRequests((request) => highlight(request.session, request.cached_tokens));
 startSessions(changed, (session) => highlight(session));
 startTree();
+startChat();
+startViews(openRequest);
 document.addEventListener("visibilitychange", tick);
 tick();

@@ -1,11 +1,12 @@
 // The timeline: a request a row, its time as a bar, its explanation opened in place.
 
 import { get, tried } from "./api.js";
-import { byId, button, keep, make, setAttribute, setText } from "./dom.js";
+import { byId, button, keep, make, say, setAttribute, setText } from "./dom.js";
 import { explain, explainAgain } from "./explain.js";
 import { clock, count, many, nameOf, seconds, short } from "./format.js";
 
 const PAGE = 15;
+const PAGE_MAX = 200; // of the proxy
 const BLOCK = 64;
 const PARTS = ["queue", "restore", "prefill", "decode"];
 const SHOWN = [...PARTS, "other"]; // which is what is left of its time, as while it waits for another's prefill
@@ -59,6 +60,25 @@ const turn = tried(async (by) => {
   close();
   view.offset = Math.max(0, view.offset + by);
   showRequests(await get("activity", requestsWanted()));
+});
+
+/** Turns to the page that has a request, and explains it there. */
+export const openRequest = tried(async (id) => {
+  const places = [];
+  for (let total = 1; places.length < total; ) {
+    const reply = await get("activity", { offset: places.length, count: PAGE_MAX });
+    if (!reply.requests.length) break;
+    places.push(...reply.requests.map((each) => each.id));
+    total = reply.total;
+    if (places.includes(id)) break;
+  }
+  const place = places.indexOf(id);
+  if (place < 0) return say(`The request ${id} is not among the last ones.`);
+  await turn(PAGE * Math.floor(place / PAGE) - view.offset);
+  const request = view.shown.find((each) => each.id === id);
+  if (!request) return; // newer ones have moved it to the next page meanwhile
+  byId(`request-${keyOf(request)}`).focus();
+  await toggle(keyOf(request));
 });
 
 /** Seconds of each of SHOWN, which lie one after the other. */
