@@ -13,7 +13,15 @@ const UNAUTHORIZED = 401;
 const RECORD_RESTS_MS = [50, 200, 500, 1000, 2000, 4000, 8000, 16_000]; // a request's record comes once it is saved
 const RECORDS_READ = 50;
 const NEAR_END_PX = 120;
-const view = { conversation: createConversation(), running: null, stop: null, editing: 0, needsKey: false, isDue: false };
+const view = {
+  conversation: createConversation(),
+  running: null,
+  stop: null,
+  editing: 0,
+  needsKey: false,
+  hasAsked: false,
+  isDue: false,
+};
 
 export function startChat() {
   restore();
@@ -26,8 +34,13 @@ export function startChat() {
   });
   addEventListener("pagehide", store);
   byId("chat-settings").open = matchMedia("(min-width: 44rem)").matches;
-  askForKeys();
   draw();
+}
+
+/** The view was opened: asks once whether clients need a key. */
+export function enterChat() {
+  if (!view.hasAsked) askForKeys();
+  view.hasAsked = true;
 }
 
 /** Of several models, one can be chosen. */

@@ -2,7 +2,7 @@
 
 import { Refused, Unreachable, get, isAnswer } from "./api.js";
 import { showHistory } from "./chart.js";
-import { showChatModels, startChat } from "./chat.js";
+import { enterChat, showChatModels, startChat } from "./chat.js";
 import { byId, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { showModels } from "./models.js";
@@ -93,6 +93,6 @@ startRequests((request) => highlight(request.session, request.cached_tokens));
 startSessions(changed, (session) => highlight(session));
 startTree();
 startChat();
-startViews(openRequest);
+startViews(openRequest, enterChat);
 document.addEventListener("visibilitychange", tick);
 tick();

@@ -2,11 +2,12 @@
 
 import { byId, setAttribute, setText } from "./dom.js";
 
-/** `openRequest(id)` explains a request in the view of the cache. */
-export function startViews(openRequest) {
+/** `openRequest(id)` explains a request in the view of the cache; `enterChat()` is called when the chat is shown. */
+export function startViews(openRequest, enterChat) {
   const follow = () => {
     const isChat = location.hash.startsWith("#chat");
     show(isChat);
+    if (isChat) enterChat();
     const request = location.hash.match(/^#request=(.+)/)?.[1];
     if (request) openRequest(request);
   };
