@@ -1,146 +1,149 @@
-"""Chat of the dashboard on a real pair: streams, stops, edits and branches, and shows what each turn reused."""
+"""Chat of the dashboard on a real pair with a client key and a model that reasons: sent, stopped, branched."""
 
-import re
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.browser.chromium import Chromium
-from support.pair.pair import FolderOf, Pair
+from support.pair.pair import Pair
 
 LOOKS = (Path(__file__).parents[1] / "support" / "browser" / "looks.js").read_text()
-DESKTOP, PHONE = (1280, 900), (360, 740)
-SYSTEM = "You answer questions about the sea, its tides and its ships. " * 12
-HOSTILE = "<img src=x onerror=\"document.title='taken over'\">"
-TURNS = "[...document.querySelectorAll('.turn')]"
-IS_DONE = "document.querySelector('#chat-send').textContent === 'Send'"
+KEY = "key-of-the-chat"
+SYSTEM = "You answer briefly, and only what was asked. " * 20
+LONG_MESSAGE = "Harbour pilots know the tides. " * 4000  # a prefill of some seconds
+LAST = "document.querySelector('#turns > :last-child')"
+SHOWN = "[...document.querySelectorAll('#turns .message > .text')].map((each) => each.textContent)"
 
 
 @pytest.fixture(scope="module")
-def pair(chromium: Chromium, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(chromium: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Real pair; skipped without a browser."""
-    with Pair(tmp_path_factory.mktemp("chat"), tiny_folder("llama"), "--prefill-step-size", "64") as pair:
+    from support.agent_model.agent_folder import build  # here, so that tests without a model don't import mlx
+
+    folder = build(tmp_path_factory.mktemp("models") / "agent")
+    environment = {**os.environ, "WARMLINE_CLIENT_KEY": KEY}
+    home = tmp_path_factory.mktemp("chat")
+    with Pair(home, folder, "--prefill-step-size", "512", environment=environment) as pair:
         yield pair
 
 
-def open_chat(browser: Chromium, pair: Pair) -> None:
+@pytest.fixture
+def page(browser: Chromium, pair: Pair) -> Chromium:
+    """Chat without a conversation, at its composer, with the client key."""
+    clearing = browser.call("Page.addScriptToEvaluateOnNewDocument", source="sessionStorage.clear()")
     browser.open(f"{pair.url}/admin#chat")
-    browser.wait("document.querySelector('#chat-text').checkVisibility()")
-    browser.wait("Number(document.documentElement.dataset.asked) >= 1")
-    browser.run("sessionStorage.clear()")
+    browser.wait("document.querySelector('#chat-key').checkVisibility() && document.documentElement.dataset.asked")
+    browser.call("Page.removeScriptToEvaluateOnNewDocument", **clearing)
+    browser.run(f"document.querySelector('#chat-key').value = {json.dumps(KEY)}")
     browser.run(LOOKS)
+    browser.run("document.querySelector('#chat-text').focus()")
+    return browser
 
 
-def fill(browser: Chromium, selector: str, text: str) -> None:
-    browser.run(f"document.querySelector('{selector}').focus(), document.activeElement.select?.(), 0")
-    browser.call("Input.insertText", text=text)
+def type_text(page: Chromium, text: str) -> None:
+    page.call("Input.insertText", text=text)
 
 
-def send_message(browser: Chromium, text: str) -> None:
-    fill(browser, "#chat-text", text)
-    browser.press("Enter")
+def send(page: Chromium, text: str) -> str:
+    """Send a message by keyboard; the text of its answer, with what was reused and why no more, once that is known."""
+    type_text(page, text)
+    page.press("Enter")
+    page.wait(f"{LAST}.querySelector('.message > .text').textContent === {json.dumps(text)}")
+    page.wait(f"{LAST}.querySelector('.miss').checkVisibility()")
+    return str(page.run(f"{LAST}.querySelector('.answer').innerText"))
 
 
-def wait_for_answer(browser: Chromium, turns: int) -> tuple[int, int]:
-    """Wait until so many turns are answered and the last one is explained; its reused and all prompt tokens."""
-    browser.wait(f"{IS_DONE} && {TURNS}.length === {turns} && {TURNS}.at(-1).querySelector('.miss')?.checkVisibility()")
-    shown = browser.run(f"{TURNS}.at(-1).querySelector('.reuse').textContent")
-    found = re.search(r"([\d,]+) of ([\d,]+) prompt tokens reused", shown)
-    assert found is not None, shown
-    return int(found[1].replace(",", "")), int(found[2].replace(",", ""))
+def test_turns_report_reuse_and_branch(page: Chromium, pair: Pair, screenshots: Path) -> None:
+    page.run(f"document.querySelector('#chat-system').value = {json.dumps(SYSTEM)}")
+    first = send(page, "What is the capital of France?")
+    assert "Paris." in first and "\ncold\n0 of " in first and "first-request" in first
+    page.run(f"{LAST}.querySelector('summary').click()")
+    assert len(page.run(f"{LAST}.querySelector('.reasoning .text').innerText")) > 10
+    second = send(page, "Say: <b>pong</b>")
+    reused = int(page.run(f"{LAST}.querySelector('.reuse').textContent.match(/([\\d,]+) of/)[1].replace(',', '')"))
+    assert reused > 100 and "first token after" in second and "tokens/s" in second
+    assert page.run("document.querySelector('#chat-said').textContent") in second, "said once, when it was whole"
+    assert page.run("document.querySelectorAll('#turns .answer .text b, img').length") == 0, "text stays text"
+
+    page.run("document.querySelector('#turn-1 .edit').focus()")
+    page.press("Enter")
+    assert page.run("document.activeElement.value") == "What is the capital of France?"
+    page.press("Escape")
+    assert page.run("document.activeElement.matches('#turn-1 .edit')"), "the focus is back"
+    page.press("Enter")
+    page.run("document.activeElement.select()")
+    edited = send(page, "Describe Japan as JSON.")
+    assert "Tokyo" in edited and "\ncold\n" not in edited
+    assert page.run(SHOWN) == ["Describe Japan as JSON."]
+    names = {each["client"] for each in pair.cachectl("ls")["sessions"]}
+    assert len(names) == 2 and any(name.endswith(" branch 2") for name in names), "a session for each branch"
+    page.run("document.querySelector('.branches button').focus()")
+    page.press("Enter")
+    assert page.run(SHOWN) == ["What is the capital of France?", "Say: <b>pong</b>"]
+    assert page.run("document.querySelector('.place').textContent") == "1/2"
+    check_looks(page, screenshots)
+
+    page.run(f"{LAST}.querySelector('.miss a').focus()")
+    request = page.run("document.activeElement.hash.split('=')[1]")
+    page.press("Enter")
+    page.wait(f"document.activeElement.id.startsWith('request-{request}')")
+    page.wait("document.querySelector('.panel .verdict b')")
+    page.run("history.back()")
+    page.wait("document.querySelector('#chat-view').checkVisibility()")
+    page.call("Page.reload")
+    page.wait(f"{SHOWN}.length === 2 && document.querySelector('#chat-key').value === ''")
+    assert page.list_problems() == [], "nor a violation of the page's policy"
+    assert [url for url in page.list_requested_urls() if not url.startswith(f"{pair.url}/")] == []
 
 
-def press_button(browser: Chromium, turn: int, text: str) -> None:
-    buttons = f"[...{TURNS}.at({turn}).querySelectorAll('button')]"
-    browser.run(f"{buttons}.find((each) => each.textContent === '{text}').click()")
-
-
-def list_branch_counts(browser: Chromium) -> list[str]:
-    places = "[...document.querySelectorAll('.branches .place')].filter((each) => each.checkVisibility())"
-    return [str(each) for each in browser.run(f"{places}.map((each) => each.textContent)")]
-
-
-def test_turns_show_what_they_reused(browser: Chromium, pair: Pair, screenshots: Path) -> None:
-    open_chat(browser, pair)
-    assert browser.run("looks.wide()") == browser.run("looks.faint()") == []
-    fill(browser, "#chat-system", SYSTEM)
-    fill(browser, "#chat-tokens", "12")
-    send_message(browser, HOSTILE)
-    cached, prompt = wait_for_answer(browser, 1)
-    assert cached == 0 and prompt > 100
-    assert "first-request" in browser.run(f"{TURNS}[0].querySelector('.miss').textContent")
-    send_message(browser, "And a neap tide?")
-    cached, prompt = wait_for_answer(browser, 2)
-    assert prompt > cached > 100
-    assert browser.run("document.images.length") == 0 and browser.run("document.title") == "Warmline"
-    assert browser.run(f"{TURNS}[0].textContent").count(HOSTILE) >= 1
-
-    # an edit of the first message is a branch, which starts from what both have, and the other one is kept
-    press_button(browser, 0, "Edit")
-    browser.wait(f"{TURNS}[0].querySelector('.editor textarea')?.checkVisibility()")
-    fill(browser, ".turn .editor textarea", "What is a spring tide?")
-    browser.press("Enter")
-    cached, prompt = wait_for_answer(browser, 1)
-    assert prompt > cached > 100, "the system text is reused"
-    assert list_branch_counts(browser) == ["2/2"]
-    browser.save_screenshot(screenshots / "chat-branch.png")
-    browser.run("[...document.querySelectorAll('.branches button')].find((each) => each.checkVisibility()).click()")
-    browser.wait(f"{TURNS}.length === 2")
-    assert list_branch_counts(browser) == ["1/2"]
-    pair.settle()
-    titles = {session["title"] for session in pair.cachectl("ls")["sessions"]}
-    assert titles == {HOSTILE, "What is a spring tide?"}, "each branch is a conversation"
-
-    for name, size in (("desktop", DESKTOP), ("phone", PHONE)):
+def check_looks(page: Chromium, screenshots: Path) -> None:
+    for name, size in (("desktop", (1280, 900)), ("phone", (360, 740))):
         for scheme in ("light", "dark"):
-            browser.set_viewport(*size, scheme=scheme, motion="reduce")
-            wrong = {each: browser.run(f"looks.{each}()") for each in ("faint", "wide", "small")}
+            page.set_viewport(*size, scheme=scheme, motion="reduce")
+            wrong = {each: page.run(f"looks.{each}()") for each in ("faint", "wide", "small")}
             assert wrong == {"faint": [], "wide": [], "small": []}, (name, scheme)
-            browser.save_screenshot(screenshots / f"chat-{name}-{scheme}.png")
-    browser.set_viewport(*DESKTOP)
-
-    # the link below an answer explains its request in the other view
-    browser.run(f"{TURNS}[1].querySelector('.miss a').click()")
-    browser.wait("document.querySelector('.panel:not([hidden])')?.textContent.includes('first token')")
-    assert not browser.run("document.querySelector('#chat-view').checkVisibility()")
-    assert browser.list_problems() == []
-    assert [url for url in browser.list_requested_urls() if not url.startswith(f"{pair.url}/")] == []
-
-
-def test_answer_is_stopped_by_keyboard_and_nothing_typed_is_lost(browser: Chromium, pair: Pair) -> None:
-    open_chat(browser, pair)
-    fill(browser, "#chat-tokens", "")
-    send_message(browser, "Tell me all about it.")
-    browser.wait(f"{TURNS}.at(-1)?.querySelector('.answer > .text')?.textContent.length > 20")
-    fill(browser, "#chat-text", "typed meanwhile")
-    browser.press("Escape")
-    browser.wait(f"{IS_DONE} && {TURNS}.at(-1).textContent.includes('Stopped.')")
-    assert browser.run("document.querySelector('#chat-text').value") == "typed meanwhile"
-
-    fill(browser, "#chat-tokens", "12")
-    browser.run(
-        "window.asks = window.fetch, window.fetch = async (url, ...rest) => url.startsWith('/v1')"
-        ' ? new Response(\'{"error": {"message": "Too many wait."}}\', { status: 429 })'
-        " : window.asks(url, ...rest), 0"
-    )
-    send_message(browser, "Again?")
-    browser.wait(f"{IS_DONE} && {TURNS}.at(-1).textContent.includes('Too many wait.')")
-    browser.run("window.fetch = window.asks, 0")
-    browser.run(
-        f"[...{TURNS}.at(-1).querySelectorAll('button')].find((each) => each.textContent === 'Try again').click()"
-    )
-    browser.wait(f"{IS_DONE} && {TURNS}.at(-1).querySelector('.reuse').checkVisibility()")
-    assert "Again?" in browser.run(f"{TURNS}.at(-1).textContent")
-
-
-def test_chat_works_by_keyboard(browser: Chromium, pair: Pair) -> None:
-    open_chat(browser, pair)
-    browser.run("document.activeElement.blur()")
-    expected, met = browser.run("looks.operable()"), []
-    for _ in expected:
-        browser.press("Tab")
-        name, outline = browser.run("looks.focused()")
+            page.save_screenshot(screenshots / f"chat-{name}-{scheme}.png")
+    page.set_viewport(1280, 900)
+    page.run("document.activeElement.blur(), getSelection().removeAllRanges(), document.querySelector('#skip').focus()")
+    expected, met = page.run("looks.operable()"), []
+    for place in range(len(expected)):
+        if place:
+            page.press("Tab")
+        name, outline = page.run("looks.focused()")
         assert outline != "none", f"the focus is not seen on {name}"
         met.append(name)
     assert met == expected
+
+
+def test_escape_stops_and_refusal_keeps_text(page: Chromium) -> None:
+    type_text(page, "Two lines:")
+    page.press("Enter", shift=True)
+    assert page.run("document.querySelector('#chat-text').value") == "Two lines:\n", "not sent"
+    page.run(f"document.querySelector('#chat-text').value = {json.dumps(LONG_MESSAGE)}")
+    page.press("Enter")
+    page.wait(f"Number({LAST}.querySelector('[role=progressbar]').ariaValueNow) >= 512")
+    assert page.run("document.querySelector('#chat-send').textContent") == "Stop"
+    page.press("Escape")
+    page.wait(f"{LAST}.querySelector('.failure p').textContent.startsWith('Stopped.')")
+    assert page.run("document.querySelector('#chat-send').textContent") == "Send"
+
+    page.run("document.querySelector('#chat-key').value = ''")
+    type_text(page, "Say: one")
+    page.press("Enter")
+    assert page.run("document.activeElement.id") == "chat-key"
+    assert page.run("document.querySelector('#chat-text').value") == "Say: one"
+    type_text(page, "wrong")
+    page.run("document.querySelector('#chat-text').focus()")
+    page.press("Enter")
+    page.wait(f"{LAST}.querySelector('.failure.bad p').textContent.startsWith('Incorrect API key provided')")
+    page.run(f"document.querySelector('#chat-key').value = {json.dumps(KEY)}")
+    page.run(f"{LAST}.querySelector('.failure button').click()")
+    page.wait(f"{LAST}.querySelector('.answer > .text').textContent === 'one'")
+    page.wait("!document.querySelector('#chat-new').disabled && (document.querySelector('#chat-new').click(), true)")
+    page.wait("document.querySelector('#dialog').open")
+    page.press("Escape")
+    page.wait("!document.querySelector('#dialog').open")
+    assert len(page.run(SHOWN)) == 2, "kept"

@@ -18,6 +18,7 @@ PROXY_PATHS = (
     *("/admin", "/admin/", "/admin/nosuch", "/admin/dashboard.html", "/admin/dashboard.css", "/admin/icon.svg"),
     *(f"/admin/{name}.js" for name in ("api", "chart", "dialog", "dom", "explain", "format", "main")),
     *(f"/admin/{name}.js" for name in ("models", "overview", "requests", "sessions", "tree")),
+    *("/admin/chat.css", *(f"/admin/{name}.js" for name in ("branches", "chat", "completion", "turn", "views"))),
     *("/warmline", "/warmline/", "/warmline/nosuch", "/warmline/status", "/warmline/status/", "/warmline/status?a=1"),
     *(
         f"/warmline/{name}"

@@ -43,13 +43,13 @@
     },
     /** What can be pressed or written into, and is smaller than 24 pixels. */
     small() {
-      return [...document.querySelectorAll("button, input, textarea, select, summary")]
+      return [...document.querySelectorAll("button, input, select, summary, textarea")]
         .filter((each) => shown(each) && each.getBoundingClientRect().height < 23.5)
         .map(name);
     },
     /** What people can operate, in the order in which it stands. */
     operable() {
-      const all = document.querySelectorAll("a[href], button, input, textarea, select, summary, [tabindex='0']");
+      const all = document.querySelectorAll("a[href], button, input, select, summary, textarea, [tabindex='0']");
       return [...all].filter((each) => shown(each) && !each.disabled).map(name);
     },
     focused() {

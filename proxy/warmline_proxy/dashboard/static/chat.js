@@ -237,7 +237,8 @@ function drawSoon() {
 
 function draw() {
   const page = document.documentElement;
-  const isAtEnd = page.scrollHeight - page.clientHeight - page.scrollTop < NEAR_END_PX;
+  const height = page.scrollHeight;
+  const isAtEnd = height - page.clientHeight - page.scrollTop < NEAR_END_PX;
   const turns = listTurns(view.conversation);
   byId("chat-empty").hidden = turns.length > 0;
   const create = (turn) => createTurn(turn, actions);
@@ -249,7 +250,8 @@ function draw() {
   setText(byId("chat-send"), view.running ? "Stop" : "Send");
   setAttribute(byId("chat-send"), "data-runs", view.running ? "" : null);
   byId("chat-new").disabled = Boolean(view.running) || !turns.length;
-  if (isAtEnd && view.running && !byId("chat-view").hidden) page.scrollTop = page.scrollHeight;
+  const hasGrown = page.scrollHeight > height && !view.editing && !byId("chat-view").hidden;
+  if (isAtEnd && hasGrown) page.scrollTop = page.scrollHeight;
 }
 
 /** Once an answer is whole: its pieces would interrupt each other. */
