@@ -20,8 +20,8 @@ MakeDuel = Callable[[str, str], Duel]
 # A conversation that is restored from disk for its second turn, with others that diverge from it after eight tokens.
 RESTORED = (
     Ask(BEGIN, at=3, words=40, dice=1, tokens=20),
-    Ask(BEGIN, at=2, words=400, dice=2, tokens=20),
-    Ask(BEGIN, at=1, words=400, dice=3, tokens=20),
+    Ask(BEGIN, at=2, words=220, dice=2, tokens=20),
+    Ask(BEGIN, at=1, words=220, dice=3, tokens=20),
     Forget(),
     Ask(APPEND, talk=2, words=40, dice=4, tokens=20),
 )

@@ -36,7 +36,7 @@ GREEDY: list[tuple[str, str, dict[str, Any]]] = [
 SAMPLED = [("llama", INEXACT, {"temperature": 1.0, "seed": 3}), ("qwen3_5", "llama", {"temperature": 1.0, "seed": 4})]
 UNLIKE = [("llama", INEXACT), ("qwen3_5", "gemma3")]
 PROMPT = make_prompt(50)
-ANSWER = 60  # longer than the windows of 32
+ANSWER = 46  # longer than the windows of 32
 
 
 def get_count(log: EventLog) -> DraftCount:
