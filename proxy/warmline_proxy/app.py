@@ -260,20 +260,19 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
     for backend in models.backends:
         backend.state.before_listing = partial(purge_routes.deliver_purge_notice, backend)
     status = StatusRoutes(index, models, parts.switcher, registry, parts.save_health, server)
-    admin_table = _build_admin_table(parts, owner_resolver, purge_routes, status)
+    states = RequestStateRoutes(index, models, registry)
+    admin_table = _build_admin_table(parts, owner_resolver, purge_routes, status, states)
     app[middlewares.ADMIN_PATHS] = list(dict.fromkeys(path.replace("{name:.+}", "NAME") for _, path in admin_table))
-    for table in (admin_table, _build_service_table(parts, status), _build_client_table(parts)):
+    for table in (admin_table, _build_service_table(parts, status), _build_client_table(parts, states)):
         middlewares.add_routes(app, table)
     app.cleanup_ctx.append(lambda _: _run_background_tasks(parts, purge_routes))
     return app
 
 
-def _build_client_table(parts: Components) -> RouteTable:
+def _build_client_table(parts: Components, states: RequestStateRoutes) -> RouteTable:
     """Routes of the client APIs."""
-    models, registry, completion = parts.models, parts.registry, parts.completion
-    pipeline = parts.pipeline
-    states = RequestStateRoutes(parts.index, models, registry)
-    clients = ClientRoutes(parts.body_reader, pipeline, parts.renderer, models, registry, completion, states)
+    pipeline, completion = parts.pipeline, parts.completion
+    clients = ClientRoutes(parts.body_reader, pipeline, parts.renderer, parts.models, completion, states)
     responses = ResponseRoutes(pipeline, completion, parts.responses, clients.count_response_tokens)
     return {
         **{
@@ -312,7 +311,11 @@ def _build_service_table(parts: Components, status: StatusRoutes) -> RouteTable:
 
 
 def _build_admin_table(
-    parts: Components, owner_resolver: OwnerResolver, purge_routes: PurgeRoutes, status: StatusRoutes
+    parts: Components,
+    owner_resolver: OwnerResolver,
+    purge_routes: PurgeRoutes,
+    status: StatusRoutes,
+    states: RequestStateRoutes,
 ) -> RouteTable:
     """Routes of the admin API."""
     index, config, models = parts.index, parts.config, parts.models
@@ -321,7 +324,6 @@ def _build_admin_table(
     explain = ExplainRoutes(index, models, owner_resolver, parts.body_reader)
     maintenance = MaintenanceRoutes(index, models, replayer, config, parts.body_reader)
     browse = BrowseRoutes(index, owner_resolver)
-    states = RequestStateRoutes(index, models, parts.registry)
     model_routes = ModelRoutes(models, parts.switcher, parts.body_reader, parts.background)
     prewarm = PrewarmRoutes(parts.prewarmer, parts.body_reader)
     table = {

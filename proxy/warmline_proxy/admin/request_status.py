@@ -88,15 +88,18 @@ class RequestStateRoutes:
 
     async def find_state(self, name: str, client: Client | None) -> RequestState:
         """State of a request by its own id or its response's; `client`: whose, None: anybody's.  Raises ClientError."""
-        ids = list_request_ids(name)
-        if request := next(filter(None, (self.registry.find(each, client) for each in ids)), None):
+        if request := self.find_running(name, client):
             return build_state(request)
         records = await asyncio.to_thread(self.index.requests)
         if client is not None:
             records = [record for record in records if self._is_clients(record, client)]
-        if record := find_record(records, ids):
+        if record := find_record(records, list_request_ids(name)):
             return build_ended_state(record, record.model or self._only_model)
         raise _unknown_request(name)
+
+    def find_running(self, name: str, client: Client | None) -> Request | None:
+        """The request on its way with that id, or whose response has it; `client`: whose, None: anybody's."""
+        return next(filter(None, (self.registry.find(each, client) for each in list_request_ids(name))), None)
 
     @property
     def _only_model(self) -> str:

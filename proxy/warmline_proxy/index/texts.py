@@ -18,7 +18,7 @@ def remove_texts(tables: Tables) -> int:
     for key, record, divergence in diverged:
         tokens_alone = msgspec.structs.replace(divergence, stored_text="", prompt_text="")
         tables.put_request(key, msgspec.structs.replace(record, parting=tokens_alone))
-    if count := len(titled) + len(diverged):
+    count = len(titled) + len(diverged)
+    if count:
         tables.mark_erasable()
-        return count
-    return 0
+    return count

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 
 from warmline_common.process.redaction import quote_text
-from warmline_proxy.admin.request_status import RequestStateRoutes, list_request_ids
+from warmline_proxy.admin.request_status import RequestStateRoutes
 from warmline_proxy.api import openai
 from warmline_proxy.api.anthropic import adapter as anthropic
 from warmline_proxy.api.base import Api, ApiCall
@@ -24,7 +24,6 @@ from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.pipeline import Pipeline
 from warmline_proxy.pipeline.rendering import RemoteRenderer
 from warmline_proxy.request.deadlines import RequestTimeouts
-from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.routes.middlewares import CLIENT, RouteHandler, trim_path
 
 REQUESTS_PATH = "/v1/requests/"
@@ -39,7 +38,6 @@ class ClientRoutes:
     pipeline: Pipeline
     renderer: RemoteRenderer
     models: ServedModels
-    registry: RequestRegistry
     completion: Completion
     states: RequestStateRoutes
 
@@ -83,8 +81,7 @@ class ClientRoutes:
     async def cancel_request(self, request: web.Request) -> web.Response:
         """Cancel a request by its own id or its response's id.  Other clients' requests are 404."""
         name = trim_path(request).removeprefix(REQUESTS_PATH)
-        ids = list_request_ids(name)
-        found = next(filter(None, (self.registry.find(each, request[CLIENT]) for each in ids)), None)
+        found = self.states.find_running(name, request[CLIENT])
         if found is None or found.released.is_set():
             raise bad_request(f'No request "{name[:80]}" is on its way.', status=404, code="unknown_request")
         await self.completion.cancel(found)
